@@ -143,11 +143,15 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     if status in ("training", "ended"):  # without an end, the journal counts in thousands
         summary = msgspec.structs.replace(summary, committed=_last_step(run))
     lines = str(summary).splitlines()
-    causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in run.summary.incidents)
-    named = ", ".join(f"{cause} ({count})" for cause, count in causes.items())
+    incidents = run.journal_incidents if is_live else run.incidents
+    handled = [incident for incident in incidents if incident.number]
+    causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in handled)
+    named = ", by cause: " + ", ".join(f"{cause} ({count})" for cause, count in causes.items()) if causes else ""
+    if more := len(incidents) - len(handled):
+        named += f"{';' if causes else ','} {more} found in the curve"
     restarts = f", {_count(summary.restarts, 'restart')}" if summary.restarts else ""
     text = f"{_count(summary.committed, 'step')} {lines[0].partition(' steps ')[2]}{restarts}" + (
-        f". {_count(len(run.summary.incidents), 'incident')}, by cause: {named}" if named else ""
+        f". {_count(len(incidents), 'incident')}{named}" if named else ""
     )
     if status == "stopped":
         text = f"{_text(lines[-1], _MAX_HEADLINE)}; {text}"

@@ -192,6 +192,21 @@ def test_a_log_that_counts_epochs_is_shown_by_epoch(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("spike", "causes"), [(100, ", by cause: transient (1);"), (None, ",")])
+def test_the_verdict_counts_the_same_incidents_as_the_figures(tmp_path, spike, causes):
+    metrics = make_run(tmp_path / "a", spike=spike) / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.unlink()
+    append(metrics, *({**row, "loss": 30.0} if 50 <= row["step"] <= 52 else row for row in rows))
+    run = open_run(tmp_path / "a")
+    page, handled = build_page(run), len(run.journal.incidents)
+    count, more = len(page.incidents), len(page.incidents) - handled
+    assert more and ("incidents", str(count)) in [card[:2] for card in page.cards]
+    noun = "incident" if count == 1 else "incidents"
+    assert page.verdict.text.partition(". ")[2] == f"{count} {noun}{causes} {more} found in the curve"
+    assert "found in the curve" not in build_page(run, is_live=True).verdict.text
+
+
 def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experiments_by_result(tmp_path):
     run = open_run(make_run(tmp_path / "a"))
     marks = {(mark.kind, mark.step): mark for mark in build_page(run).marks}

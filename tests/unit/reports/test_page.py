@@ -156,7 +156,9 @@ def test_the_verdict_tells_a_run_that_a_signal_ended_until_the_run_ends_by_itsel
     def text(name, *events):
         return build_page(open_run(make_journal(tmp_path / name, *events))).verdict.text
 
-    assert text("a", BEGIN, SIGNALLED).startswith("received SIGTERM at step 20; the same command continues it; 20 steps")
+    assert text("a", BEGIN, SIGNALLED).startswith(
+        "received SIGTERM at step 20; the same command continues it; 20 steps"
+    )
     assert text("b", BEGIN, SIGNALLED, RESTART, RESUMED, END) == "20 steps committed, 1 restart"
     assert text("c", BEGIN, STOPPED) == "20 steps committed"
 

@@ -163,7 +163,9 @@ def test_checkpoints_of_a_run_directory_are_judged_by_their_recorded_health(writ
 
     def shown():
         made = run(loss=put(healthy_loss(), 300, 9.5), path=str(tmp_path))
-        return section(markdown.render_postmortem(written(made, synthetic.episode(made, "spike_recovered", 298, 302))), 12)
+        return section(
+            markdown.render_postmortem(written(made, synthetic.episode(made, "spike_recovered", 298, 302))), 12
+        )
 
     def add(*events):
         with (tmp_path / "journal.jsonl").open("a") as file:

@@ -21,6 +21,7 @@ from holdfast.diagnosis.model.answers import fmt, fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part
 from holdfast.diagnosis.rundiff.compared_run import flatten
+from holdfast.diagnosis.tree.recorded_cause import without_repeated_cause
 from holdfast.reports.marks import Mark, checkpoint_marks, hang_marks, journal_marks, table_marks
 from holdfast.reports.plots import LABELS, Plot, build_plots, is_constant, without_plot
 from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
@@ -291,7 +292,7 @@ def _tried(incident: RecordedIncident) -> list[Part]:
             spans, samples = event.get("spans") or [], event.get("samples") or []
             what, text = kind, f"{describe_data([Span(*span) for span in spans], samples)}: {text}"
         elif kind in ("cause", "incident_closed"):
-            what, text = kind.replace("_", " "), f"{event.get('cause') or ''} {text}".strip()
+            what, text = kind.replace("_", " "), " ".join(without_repeated_cause(event.get("cause"), text)).strip()
         if not what:
             continue
         if rows and rows[-1][1] == what and what != "rollback":

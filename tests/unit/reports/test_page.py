@@ -209,6 +209,19 @@ def test_the_verdict_counts_the_same_incidents_as_the_figures(tmp_path, spike, c
     assert "found in the curve" not in build_page(run, is_live=True).verdict.text
 
 
+@pytest.mark.parametrize("text", ["the data: it came back on the same batch", "it came back on the same batch"])
+def test_what_was_tried_names_a_cause_once(tmp_path, text):
+    path = make_run(tmp_path / "a")
+    lines = (path / "journal.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    (cause,) = [event for event in events if event["event"] == "cause"]
+    cause |= {"cause": "data", "text": text}
+    (path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (story,) = [story for story in build_page(open_run(path)).incidents if story.title.startswith("1.")]
+    rows = [row for part in story.parts for row in getattr(part, "rows", []) if row[1] == "cause"]
+    assert [row[2] for row in rows] == [text if text.startswith("the data") else f"data {text}"]
+
+
 def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experiments_by_result(tmp_path):
     run = open_run(make_run(tmp_path / "a"))
     marks = {(mark.kind, mark.step): mark for mark in build_page(run).marks}

@@ -138,7 +138,8 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     status = "unjudged" if is_live and run.summary is None else run.status
     tone, label = VERDICTS[status]
     if run.summary is None:
-        return PageVerdict(status=status, tone=tone, label=label, text=_UNJUDGED if is_live else run.diagnosis.summary)
+        text = _UNJUDGED if is_live else run.diagnosis.summary.removeprefix(f"{label}: ")
+        return PageVerdict(status=status, tone=tone, label=label, text=text)
     error = _last_error(run)
     summary = run.summary
     if status in ("training", "ended"):  # without an end, the journal counts in thousands

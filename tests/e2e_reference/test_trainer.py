@@ -439,7 +439,7 @@ def test_interrupted_program_leaves_a_readable_run_and_resumes(tmp_path, program
     assert "Traceback" not in ended.err
     assert "the same command resumes it" in ended.err.splitlines()[-1]
     (stop,) = events(run, "stop_requested")
-    assert stop["reason"] == "interrupted"
+    assert stop["reason"] == "received SIGINT"
     (end,) = events(run, "run_end")
     assert end.get("error") is None
     reached = end["step"]

@@ -79,7 +79,7 @@ def report(
     if as_json:
         emit(_answer(page, run, output, chosen))
     elif output is not None:
-        echo(f"wrote {output}", err=True)
+        echo(f"wrote {output}: {page.verdict.label}: {page.verdict.text}", err=True)
 
 
 def check_output(output: Path, command: str, option: str = "-o") -> None:

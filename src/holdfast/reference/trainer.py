@@ -36,7 +36,7 @@ from holdfast.runtime.record.flops import count_flops, peak_flops
 from holdfast.runtime.tensors.sharded import reshard
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INTERRUPTED = "interrupted"
+INTERRUPTED = "received SIGINT"
 """stop reason of a run that Ctrl-C ended"""
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from holdfast.core.base.clean import clean
-from holdfast.diagnosis.model.run_journal import RunJournal
+from holdfast.diagnosis.model.run_journal import ListedCheckpoint, RunJournal
 from holdfast.diagnosis.model.table import Table
-from holdfast.reports.recorded_run import ListedCheckpoint
 
 _MAX_MARKS = 20_000
 _ACTIONS = {"rollback": "rollback", "skip": "data", "skip_data": "data", "cut_lr": "lr", "hold_lr": "lr",

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ from holdfast.core.record.tally import Summary
 from holdfast.diagnosis.diagnose import DiagnosisReport, IncidentVerdict, diagnose
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.importers.formats.rundir import is_run_directory
-from holdfast.diagnosis.model.run_journal import RunJournal, read_run_journal
+from holdfast.diagnosis.model.run_journal import ListedCheckpoint, RunJournal, read_run_journal
 from holdfast.diagnosis.model.table import Series, Table
 from holdfast.diagnosis.tree.recorded_cause import describe_cause
 
@@ -50,16 +50,6 @@ RunStatus = Literal[
     "clean", "recovered", "observed", "untrained", "stopped", "failed", "training", "ended",
     "incidents", "log", "not_judged",
 ]  # fmt: skip
-
-
-class ListedCheckpoint(NamedTuple):
-    """Holds a checkpoint of the journal or of the disk. `health`: good, candidate, bad, quarantined, refused or failed."""
-
-    name: str
-    step: int
-    health: str
-    why: str
-    on_disk: bool
 
 
 class RecordedIncident(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,14 +254,7 @@ class RecordedRun:
     @cached_property
     def checkpoints(self) -> list[ListedCheckpoint]:
         """Every checkpoint of the journal or of the disk, by step. What the disk says counts more."""
-        found: dict[str, ListedCheckpoint] = {}
-        for event in self.journal.select("checkpoint"):
-            status, old = event["status"], found.get(event["name"])
-            health = {"saved": "candidate", "unmarked": "candidate", "pruned": old.health if old else "pruned"}
-            why = event.get("why") or (old.why if old else "")
-            found[event["name"]] = ListedCheckpoint(
-                event["name"], event["step"], health.get(status, status), str(why), False
-            )
+        found = {each.name: each._replace(on_disk=False) for each in self.journal.checkpoints()}
         if self.is_run_directory:
             with contextlib.suppress(RunDirError, OSError):
                 for entry in Folder(self._folder.path / CHECKPOINTS).entries():

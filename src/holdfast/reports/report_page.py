@@ -21,6 +21,7 @@ from holdfast.diagnosis.model.answers import fmt, fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part
 from holdfast.diagnosis.rundiff.compared_run import flatten
+from holdfast.diagnosis.tree.recorded_cause import without_repeated_cause
 from holdfast.reports.marks import Mark, checkpoint_marks, hang_marks, journal_marks, table_marks
 from holdfast.reports.plots import LABELS, Plot, build_plots, is_constant, without_plot
 from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
@@ -137,17 +138,22 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     status = "unjudged" if is_live and run.summary is None else run.status
     tone, label = VERDICTS[status]
     if run.summary is None:
-        return PageVerdict(status=status, tone=tone, label=label, text=_UNJUDGED if is_live else run.diagnosis.summary)
+        text = _UNJUDGED if is_live else run.diagnosis.summary.removeprefix(f"{label}: ")
+        return PageVerdict(status=status, tone=tone, label=label, text=text)
     error = _last_error(run)
     summary = run.summary
     if status in ("training", "ended"):  # without an end, the journal counts in thousands
         summary = msgspec.structs.replace(summary, committed=_last_step(run))
     lines = str(summary).splitlines()
-    causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in run.summary.incidents)
-    named = ", ".join(f"{cause} ({count})" for cause, count in causes.items())
+    incidents = run.journal_incidents if is_live else run.incidents
+    handled = [incident for incident in incidents if incident.number]
+    causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in handled)
+    named = ", by cause: " + ", ".join(f"{cause} ({count})" for cause, count in causes.items()) if causes else ""
+    if more := len(incidents) - len(handled):
+        named += f"{';' if causes else ','} {more} found in the curve"
     restarts = f", {_count(summary.restarts, 'restart')}" if summary.restarts else ""
     text = f"{_count(summary.committed, 'step')} {lines[0].partition(' steps ')[2]}{restarts}" + (
-        f". {_count(len(run.summary.incidents), 'incident')}, by cause: {named}" if named else ""
+        f". {_count(len(incidents), 'incident')}{named}" if named else ""
     )
     if status == "stopped":
         text = f"{_text(lines[-1], _MAX_HEADLINE)}; {text}"
@@ -155,6 +161,8 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
         text = f"{_text(error, _MAX_HEADLINE)}; {text}"
     elif status == "ended":
         text = f"the last process left no end in the journal: killed, or still running elsewhere; {text}"
+    elif ended_by := _ended_by_signal(run):
+        text = f"{ended_by}; the same command continues it; {text}"
     return PageVerdict(status=status, tone=tone, label=label, text=text)
 
 
@@ -165,6 +173,13 @@ def _last_step(run: RecordedRun) -> int:
 
 def _last_error(run: RecordedRun) -> Any:
     return next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
+
+
+def _ended_by_signal(run: RecordedRun) -> str:
+    """Return the signal and the step of the last end of the run; empty if the run ended by itself."""
+    end = run.journal.select("run_end")[-1:]
+    reason = str(end[0].get("stopped")) if end else ""
+    return _text(f"{reason} at step {end[0].get('step')}") if reason.startswith("received SIG") else ""
 
 
 def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[str, str, str]]:
@@ -278,7 +293,7 @@ def _tried(incident: RecordedIncident) -> list[Part]:
             spans, samples = event.get("spans") or [], event.get("samples") or []
             what, text = kind, f"{describe_data([Span(*span) for span in spans], samples)}: {text}"
         elif kind in ("cause", "incident_closed"):
-            what, text = kind.replace("_", " "), f"{event.get('cause') or ''} {text}".strip()
+            what, text = kind.replace("_", " "), " ".join(without_repeated_cause(event.get("cause"), text)).strip()
         if not what:
             continue
         if rows and rows[-1][1] == what and what != "rollback":

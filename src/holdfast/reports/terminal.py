@@ -177,7 +177,7 @@ def signals_of(kind: str) -> list[tuple[str, str]]:
 
 def _note(note: NoteLine, unit: str) -> RenderableType:
     text = f"{fmt_steps(note.step_start, note.step_end, unit)}: {note.text}"
-    return _hanging("   - ", f"{text} Do: {note.action}" if note.action else text)
+    return _hanging("   - ", f"{text.removesuffix('.')}. Do: {note.action}" if note.action else text)
 
 
 def _hanging(label: str, text: str, style: str = "") -> RenderableType:

@@ -28,7 +28,8 @@ def _here(tmp_path, monkeypatch):
 
 def test_page_is_written_and_named(holdfast, run, tmp_path):
     answer = holdfast("report", run)
-    assert (answer.status, answer.out, answer.err) == (0, "", "wrote report.html\n")
+    assert (answer.status, answer.out) == (0, "")
+    assert answer.err.startswith("wrote report.html: Recovered: 200 steps committed, ") and answer.err.count("\n") == 1
     assert "Recovered" in (tmp_path / "report.html").read_text()
 
 
@@ -83,6 +84,12 @@ def test_log_of_another_tool_becomes_a_page(holdfast, tmp_path):
     (tmp_path / "train.log").write_text("".join(f"step {n} loss {loss:.4f}\n" for n, loss in enumerate(losses, 1)))
     answer = holdfast("report", "train.log", "-o", "t.html", "--json").json
     assert answer["verdict"]["label"] == "Incidents found" and len(answer["incidents"]) == 1
+
+
+def test_a_log_that_cannot_be_judged_is_named_when_its_page_is_written(holdfast, tmp_path):
+    (tmp_path / "lr.csv").write_text("step,lr\n" + "".join(f"{n},{0.1 / n}\n" for n in range(1, 41)))
+    answer = holdfast("report", "lr.csv")
+    assert answer.status == 0 and answer.err.startswith("wrote report.html: Not judged: no training loss found")
 
 
 def test_column_of_a_log_can_be_named(holdfast, tmp_path):

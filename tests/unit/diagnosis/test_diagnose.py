@@ -10,7 +10,8 @@ from synthetic import N, cosine, episode, healthy_loss, healthy_norm, noise, put
 from holdfast.diagnosis import diagnose as module
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.find import episodes, hang, memory, throughput
-from holdfast.diagnosis.model.episode import Note
+from holdfast.diagnosis.model.episode import Episode, Note
+from holdfast.diagnosis.model.wording import headline
 from holdfast.diagnosis.tree.load import load_tree
 
 NAN = float("nan")
@@ -205,3 +206,14 @@ def test_a_long_log_is_searched_in_bounded_time():
 
 def test_silence_alone_is_no_hang():
     assert hang.find(run(seconds=put(BASE, 200, 7200.0))) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "lasts", "when"),
+    [(30, False, "at step 30"), (31, False, "from step 30 to 31"), (30, True, "from step 30 on")],
+)
+def test_a_loss_that_is_nan_once_is_nan_at_that_step(end, lasts, when):
+    episode = Episode(
+        kind="nan", start=30.0, end=float(end), first=30, last=end, confidence=0.9, evidence={"lasts": lasts}
+    )
+    assert headline(episode, "step") == f"the loss is NaN or Inf {when}"

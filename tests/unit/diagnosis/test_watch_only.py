@@ -62,6 +62,14 @@ def test_a_level_loss_is_a_note_and_not_inside_an_episode():
     assert found(loss, [whole])[1] == set()
 
 
+@pytest.mark.parametrize("unit", ["step", "epoch", "record"])
+def test_a_note_counts_in_the_unit_of_the_log(unit):
+    log = table(loss=2.0 + noise(0.03, 1, 1200))
+    log.unit = unit
+    (note,) = watch_only.find(Losses(log), [])[1]
+    assert note.text.endswith(f" {unit}s")
+
+
 def test_a_learning_rate_that_jumps_is_a_note():
     lr = np.r_[np.full(300, 1e-4), np.full(300, 1e-3)]
     assert "lr_jump" in found(baseline(), lr=lr)[1]

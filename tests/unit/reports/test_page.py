@@ -149,6 +149,20 @@ def test_the_verdict_tells_processes_that_were_cut_off_and_runs_that_trained_not
     assert [mark.to for mark in page.marks if mark.kind == "restart"] == [12] * events.count(RESTART)
 
 
+SIGNALLED, STOPPED = {**END, "stopped": "received SIGTERM"}, {**END, "stopped": "the loss is low enough"}
+
+
+def test_the_verdict_tells_a_run_that_a_signal_ended_until_the_run_ends_by_itself(tmp_path):
+    def text(name, *events):
+        return build_page(open_run(make_journal(tmp_path / name, *events))).verdict.text
+
+    assert text("a", BEGIN, SIGNALLED).startswith(
+        "received SIGTERM at step 20; the same command continues it; 20 steps"
+    )
+    assert text("b", BEGIN, SIGNALLED, RESTART, RESUMED, END) == "20 steps committed, 1 restart"
+    assert text("c", BEGIN, STOPPED) == "20 steps committed"
+
+
 def test_an_error_of_any_length_leaves_room_for_the_rest_of_the_page(tmp_path):
     page = build_page(open_run(make_journal(tmp_path / "a", BEGIN, FAILED)))
     assert page.verdict.text.startswith("RuntimeError: xxx") and "5,014 characters" in page.verdict.text
@@ -178,6 +192,34 @@ def test_a_log_that_counts_epochs_is_shown_by_epoch(tmp_path):
     assert page.incidents and all(
         "epoch" in incident.title and "step" not in incident.title for incident in page.incidents
     )
+
+
+@pytest.mark.parametrize(("spike", "causes"), [(100, ", by cause: transient (1);"), (None, ",")])
+def test_the_verdict_counts_the_same_incidents_as_the_figures(tmp_path, spike, causes):
+    metrics = make_run(tmp_path / "a", spike=spike) / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.unlink()
+    append(metrics, *({**row, "loss": 30.0} if 50 <= row["step"] <= 52 else row for row in rows))
+    run = open_run(tmp_path / "a")
+    page, handled = build_page(run), len(run.journal.incidents)
+    count, more = len(page.incidents), len(page.incidents) - handled
+    assert more and ("incidents", str(count)) in [card[:2] for card in page.cards]
+    noun = "incident" if count == 1 else "incidents"
+    assert page.verdict.text.partition(". ")[2] == f"{count} {noun}{causes} {more} found in the curve"
+    assert "found in the curve" not in build_page(run, is_live=True).verdict.text
+
+
+@pytest.mark.parametrize("text", ["the data: it came back on the same batch", "it came back on the same batch"])
+def test_what_was_tried_names_a_cause_once(tmp_path, text):
+    path = make_run(tmp_path / "a")
+    lines = (path / "journal.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    (cause,) = [event for event in events if event["event"] == "cause"]
+    cause |= {"cause": "data", "text": text}
+    (path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (story,) = [story for story in build_page(open_run(path)).incidents if story.title.startswith("1.")]
+    rows = [row for part in story.parts for row in getattr(part, "rows", []) if row[1] == "cause"]
+    assert [row[2] for row in rows] == [text if text.startswith("the data") else f"data {text}"]
 
 
 def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experiments_by_result(tmp_path):

@@ -157,6 +157,36 @@ def test_run_directory_shows_the_actions(written, tmp_path):
     assert "1 journal lines are torn" in section(text, 16)
 
 
+def test_checkpoints_of_a_run_directory_are_judged_by_their_recorded_health(written, tmp_path):
+    def checkpoint(step, status, **more):
+        return {"event": "checkpoint", "status": status, "name": f"step_{step}", "step": step, **more}
+
+    def shown():
+        made = run(loss=put(healthy_loss(), 300, 9.5), path=str(tmp_path))
+        return section(
+            markdown.render_postmortem(written(made, synthetic.episode(made, "spike_recovered", 298, 302))), 12
+        )
+
+    def add(*events):
+        with (tmp_path / "journal.jsonl").open("a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+
+    add({"event": "run_begin"}, checkpoint(0, "saved", reason="start"), checkpoint(209, "saved", reason="scheduled"))
+    add(checkpoint(350, "saved", reason="scheduled"), checkpoint(350, "good"))
+    assert "| last good | step 0 |" in shown() and "| first bad | none on record |" in shown()
+    add(checkpoint(209, "good"), checkpoint(209, "pruned"), checkpoint(350, "quarantined"))
+    assert "| last good | step 209, deleted since |" in shown() and "| first bad | step 350 |" in shown()
+
+
+def test_the_summary_ends_in_one_full_stop_and_the_timeline_names_a_cause_once(written, tmp_path):
+    cause = {"event": "cause", "incident": 1, "step": 300, "cause": "data", "text": "the data: twice on the same batch"}
+    (tmp_path / "journal.jsonl").write_text(json.dumps({"event": "run_begin"}) + "\n" + json.dumps(cause) + "\n")
+    made = run(loss=put(healthy_loss(), 300, 9.5), path=str(tmp_path))
+    text = markdown.render_postmortem(written(made, synthetic.episode(made, "spike_recovered", 298, 302)))
+    assert ".." not in section(text, 2)
+    assert "| 300 | cause | the data: twice on the same batch |" in section(text, 5)
+
+
 def test_text_out_of_a_log_cannot_steer_markdown_or_terminal(written):
     evil = "a|b <script> `x` [link](http://x) \x1b[31mred\x07 [bold]no[/bold] \u202e"
     made = run(path=evil, events=[(200, "error", evil)])

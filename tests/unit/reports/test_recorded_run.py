@@ -45,6 +45,18 @@ def test_checkpoints_quarantine_hangs_ranks_config_and_status(run):
     assert run.events[0]["event"] == "run_begin"
 
 
+def test_a_checkpoint_that_was_certified_when_it_was_saved_stays_good_after_pruning(tmp_path):
+    def saved(step, reason):
+        return {"event": "checkpoint", "status": "saved", "name": f"step_{step}", "step": step, "reason": reason}
+
+    reasons = enumerate(("start", "stop", "signal", "scheduled", "end"))
+    pruned = {"event": "checkpoint", "status": "pruned", "name": "step_0", "step": 0, "why": "old"}
+    events = [{"event": "run_begin"}, *(saved(step, reason) for step, reason in reasons), pruned]
+    append(tmp_path / "journal.jsonl", *({**event, "time": 1e9, "n": n} for n, event in enumerate(events, 1)))
+    health = [c.health for c in holdfast.open_run(tmp_path).checkpoints]
+    assert health == ["good", "good", "good", "candidate", "candidate"]
+
+
 def test_goodput_is_the_share_of_the_wall_time_in_kept_steps(run):
     goodput = run.goodput
     assert goodput.wall_seconds == pytest.approx(120.0, rel=0.15)

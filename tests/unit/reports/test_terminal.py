@@ -15,7 +15,7 @@ from leaf_cases import CASES
 from synthetic import N, episode, healthy_loss, noise, put, run
 
 from holdfast.core.base.clean import clean
-from holdfast.diagnosis.diagnose import diagnose
+from holdfast.diagnosis.diagnose import NoteLine, diagnose
 from holdfast.diagnosis.find import episodes
 from holdfast.reports import terminal
 from holdfast.reports.curve import draw_curve
@@ -45,6 +45,15 @@ def test_healthy_run_has_no_incident(shown):
     text = shown(run())
     assert "No incident in 400 records, steps 0 to 399." in text
     assert "next: holdfast diagnose run.log --json" in text
+
+
+def test_a_note_ends_in_a_full_stop_before_what_to_do():
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    for text in ("slow steps (0.06 s)", "slow steps."):
+        note = NoteLine(kind="straggler_steps", step_start=3, step_end=3, text=text, action="Compare them.")
+        console.print(terminal._note(note, "step"))
+    shown = console.file.getvalue()
+    assert "slow steps (0.06 s). Do: Compare them." in shown and "slow steps. Do: Compare them." in shown
 
 
 @pytest.mark.quick_cases(1)

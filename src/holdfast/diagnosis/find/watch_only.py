@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from holdfast.core.base.types import Finding, Kind
 from holdfast.diagnosis.find.losses import Losses
 from holdfast.diagnosis.model.episode import Episode, Note
@@ -24,8 +26,15 @@ def find(losses: Losses, known: list[Episode]) -> tuple[list[Episode], list[Note
             episodes.append(episode)
         elif finding.kind in _NOTES and not (finding.kind == Kind.PLATEAU and _overlaps_any(finding, known)):
             start, end = float(finding.onset), float(finding.step)
-            notes.append(Note(kind=finding.kind, start=start, end=end, text=finding.message))
+            notes.append(
+                Note(kind=finding.kind, start=start, end=end, text=_in_unit(finding.message, losses.table.unit))
+            )
     return episodes, notes
+
+
+def _in_unit(message: str, unit: str) -> str:
+    """Return a message of a detector, which counts in steps, in the unit of the log."""
+    return re.sub(r"\bstep(s?)\b", rf"{unit}\1", message)
 
 
 def _stays_constant(losses: Losses, episode: Episode) -> bool:

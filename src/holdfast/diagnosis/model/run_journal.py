@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.bundles import read_answer
@@ -14,6 +14,18 @@ from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.tally import IncidentSummary, Summary, Tally
 
 MISSING = "not recorded"
+_CERTIFIED = ("start", "stop", "signal")
+"""reasons of a save whose checkpoint is good as soon as it is written"""
+
+
+class ListedCheckpoint(NamedTuple):
+    """Holds a checkpoint of the journal or of the disk. `health`: good, candidate, bad, quarantined, refused or failed."""
+
+    name: str
+    step: int
+    health: str
+    why: str
+    on_disk: bool
 
 
 class RunJournal:
@@ -67,6 +79,19 @@ class RunJournal:
     def last_step(self, line: IncidentSummary) -> int:
         """Return the last step of an incident with an action, an outcome, an experiment or a cause."""
         return max(line.step, self._last_steps.get(line.number, line.step))
+
+    def checkpoints(self) -> list[ListedCheckpoint]:
+        """Return every checkpoint with its last health before it was deleted. `on_disk`: no deletion is on record."""
+        found: dict[str, ListedCheckpoint] = {}
+        for event in self.select("checkpoint"):
+            status, old = event["status"], found.get(event["name"])
+            saved = "good" if event.get("reason") in _CERTIFIED else "candidate"
+            health = {"saved": saved, "unmarked": "candidate", "pruned": old.health if old else "pruned"}
+            why = event.get("why") or (old.why if old else "")
+            found[event["name"]] = ListedCheckpoint(
+                event["name"], event["step"], health.get(status, status), str(why), status != "pruned"
+            )
+        return list(found.values())
 
     def experiments(self, incident: int) -> list[dict[str, Any]]:
         """Return the experiments of an incident, each with its result: if another has begun after it, it came back."""

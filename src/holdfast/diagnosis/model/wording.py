@@ -14,8 +14,8 @@ def headline(episode: Episode, unit: str) -> str:
     if said := evidence.get("said"):
         return f"the log says at {at}: {said}"
     if kind == "nan":
-        until = "on" if evidence.get("lasts") else f"to {fmt(episode.end)}"
-        return f"{column or 'the loss'} is NaN or Inf from {at} {until}"
+        when = f"at {at}" if episode.start == episode.end else f"from {at} to {fmt(episode.end)}"
+        return f"{column or 'the loss'} is NaN or Inf {f'from {at} on' if evidence.get('lasts') else when}"
     if kind == "dead_run" and column:
         return f"{column} is 0 in every record, but {fmt(float(evidence['held_out']))} on held-out data"
     if column == "reward":

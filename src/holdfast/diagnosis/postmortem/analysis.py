@@ -9,6 +9,7 @@ from holdfast.diagnosis.model.run_journal import MISSING
 from holdfast.diagnosis.postmortem import measurements
 from holdfast.diagnosis.postmortem.context import MAX_INCIDENTS, PostmortemContext, title
 from holdfast.diagnosis.postmortem.parts import Grid, Paragraph, Part, bullets, fmt_or_missing, grid
+from holdfast.diagnosis.tree.recorded_cause import without_repeated_cause
 from holdfast.diagnosis.tree.walk import Rival
 
 TRIGGERS = {
@@ -53,7 +54,7 @@ def impact(context: PostmortemContext) -> list[Part]:
         items.append(f"time lost to recovery: {summary.seconds_lost:.1f} s")
         items.append(f"batches skipped: {summary.batches_skipped}")
     items.append(f"time inside incidents: {MISSING if cost.seconds is None else f'{cost.seconds:.1f} s'}")
-    return [Paragraph(f"{context.report.summary}."), bullets(items)]
+    return [Paragraph(f"{context.report.summary.removesuffix('.')}."), bullets(items)]
 
 
 def symptoms(context: PostmortemContext) -> list[Part]:
@@ -94,7 +95,8 @@ def timeline(context: PostmortemContext) -> list[Part]:
     events = [(e.step, e.kind, e.text[:120]) for e in table.events if e.kind not in covered]
     rows += [(float(step), kind, text) for step, kind, text in events if step is not None][: 4 * _MAX_EVENTS]
     for event in journal.select("action", "experiment", "cause", "restart", "incident_closed", "ack"):
-        step, tried = event.get("step"), [event.get("rung"), event.get("result"), event.get("cause"), event.get("text")]
+        step, about = event.get("step"), without_repeated_cause(event.get("cause"), str(event.get("text") or ""))
+        tried = [event.get("rung"), event.get("result"), *about]
         if isinstance(step, int) and event.get("action") != "skip":
             text = ": ".join(str(part) for part in tried if part) or event.get("action") or event.get("incident")
             rows.append((float(step), str(event["event"]), str(text or "")[:120]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from holdfast.diagnosis.model.answers import fmt, fmt_steps
-from holdfast.diagnosis.model.run_journal import MISSING, fmt_recorded
+from holdfast.diagnosis.model.run_journal import MISSING, ListedCheckpoint, fmt_recorded
 from holdfast.diagnosis.postmortem import measurements
 from holdfast.diagnosis.postmortem.context import PostmortemContext, title
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part, bullets, grid
@@ -45,16 +45,25 @@ def checkpoints(context: PostmortemContext) -> list[Part]:
     worst = context.worst
     if worst is None:
         return [Paragraph("no incident: all checkpoints are good")]
-    saved = sorted(step for step in context.checkpoint_steps() if step is not None)
-    good = [step for step in saved if step < worst.step_start]
-    bad = [step for step in saved if step >= worst.step_start]
+    if recorded := sorted(context.journal.checkpoints(), key=lambda checkpoint: checkpoint.step):
+        good = [_name(c) for c in recorded if c.step < worst.step_start and c.health == "good"]
+        bad = [_name(c) for c in recorded if c.step >= worst.step_start and c.health in ("bad", "quarantined")]
+    else:
+        saved = sorted(step for step in context.checkpoint_steps() if step is not None)
+        good = [f"step {step}" for step in saved if step < worst.step_start]
+        bad = [f"step {step}" for step in saved if step >= worst.step_start]
+    missing = "none on record" if recorded else MISSING
     restored = [action["to_step"] for action in context.journal.actions("rollback") if "to_step" in action]
     rows = [
-        ["last good", f"step {good[-1]}" if good else MISSING],
-        ["first bad", f"step {bad[0]}" if bad else MISSING],
+        ["last good", good[-1] if good else missing],
+        ["first bad", bad[0] if bad else missing],
         ["restored snapshots", ", ".join(f"step {step}" for step in restored) or MISSING],
     ]
     return [Grid(["", f"relative to {title(worst)}"], rows)]
+
+
+def _name(checkpoint: ListedCheckpoint) -> str:
+    return f"step {checkpoint.step}{'' if checkpoint.on_disk else ', deleted since'}"
 
 
 def differences(context: PostmortemContext) -> list[Part]:

@@ -110,6 +110,11 @@ def conclude(line: IncidentSummary, journal: RunJournal, episode: Episode, measu
     return conclusion
 
 
+def without_repeated_cause(cause: str | None, text: str) -> list[str]:
+    """Return the cause, if there is one and the text does not begin with it, and the text."""
+    return [text] if not cause or text.partition(": ")[0] in _NAMES else [cause, text]
+
+
 def describe_cause(line: IncidentSummary) -> str:
     """Return the recorded cause with its sentence, and with the data if the sentence does not name it."""
     if line.cause == "not_established":

@@ -121,6 +121,12 @@ def test_lbfgs_is_refused():
         holdfast.Guard(model, torch.optim.LBFGS(model.parameters()))
 
 
+def test_model_and_optimizer_in_the_wrong_order():
+    model, optimizer, _ = parts()
+    with pytest.raises(holdfast.SetupError, match=r"expected an nn\.Module.*; got AdamW$"):
+        holdfast.Guard(optimizer, model)
+
+
 def test_an_optimizer_over_other_parameters_than_the_models():
     model, _, _ = parts()
     other = torch.nn.Linear(3, 3)

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from holdfast.cli.output import Json, echo, emit
+from holdfast.cli.run_paths import find_run
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import HoldfastError
 from holdfast.core.hang import incident_files
@@ -53,10 +54,14 @@ def hang(
             raise HoldfastError(
                 f"{clean(str(path))}: no such file or folder; name a run directory, or dumps of its ranks"
             )
-    incidents = incident_files.list_incidents(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else []
+    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
+    incidents = incident_files.list_incidents(folder.resolve()) if folder is not None else []
+    is_run = folder is not None and not incidents and not hang_files.is_evidence(folder)
+    if is_run:
+        incidents = incident_files.list_incidents(find_run(str(folder)).path)
     if incidents:
         found = [_read_incident(path) for path in (incidents if everything else incidents[-1:])]
-    elif len(paths) == 1 and paths[0].is_dir() and not hang_files.is_evidence(paths[0]):
+    elif is_run:
         if as_json:
             emit({"schema_version": SCHEMA, "hangs": []})
         else:

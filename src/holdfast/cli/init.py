@@ -76,8 +76,16 @@ def init(
     if command and not (slurm or torchrun):
         message = f"{command[0]!r}: a command needs --slurm or --torchrun before the --"
         raise typer.BadParameter(message, param_hint="COMMAND")
+    for option in ("nodes", "gpus", "processes", "time", "array"):
+        needs_slurm = option in ("time", "array")
+        source = context.get_parameter_source(option)
+        is_given = source is not None and source.name != "DEFAULT"
+        if is_given and not (slurm or (torchrun and not needs_slurm)):
+            raise typer.BadParameter(
+                f"needs --slurm{'' if needs_slurm else ' or --torchrun'}", param_hint=f"--{option}"
+            )
     for option, value in (("--time", time), ("--array", array)):
-        if value is not None and not re.fullmatch(r"[0-9A-Za-z:,%-]+", value):
+        if value is not None and not re.fullmatch(r"(?=.*\d)[0-9A-Za-z:,%-]+", value):
             raise typer.BadParameter(f"{value!r} is no value that sbatch takes", param_hint=option)
     default = SLURM_FILE if slurm else TORCHRUN_FILE if torchrun else POLICY_FILE
     path = path or default

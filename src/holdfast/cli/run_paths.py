@@ -16,7 +16,7 @@ from holdfast.core.checkpoints.folder import Folder, is_unfinished
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.core.record import facts, journal
-from holdfast.core.record.rundir import RunDir
+from holdfast.core.record.rundir import RunDir, suggest_run
 
 WRITER = "holdfast checkpoints"
 """`by` of journal events that a command wrote, not the run"""
@@ -28,10 +28,11 @@ def find_run(text: str, *, needs_journal: bool = False) -> RunDir:
     Creates nothing.
     """
     path, shown = Path(text), clean(text)
+    held = RunDir(path).journal.name if needs_journal else CHECKPOINTS
     if not path.exists():
         raise RunDirError(f"{shown}: no such folder; name the run_dir that was given to the Guard")
     if not path.is_dir():
-        raise RunDirError(f"{shown} is a file; name the run directory, the folder that holds {CHECKPOINTS}")
+        raise RunDirError(f"{shown} is a file; name the run directory, the folder that holds {held}")
     if is_checkpoint(path):
         home = run_of(path)
         cure = "name its run directory" if home is None else f"name the run directory it is in: {clean(str(home.path))}"
@@ -39,8 +40,7 @@ def find_run(text: str, *, needs_journal: bool = False) -> RunDir:
     run = RunDir(path.parent if path.resolve().name == CHECKPOINTS else path)
     if not (os.path.lexists(run.journal) if needs_journal else is_run(run)):
         missing = "" if needs_journal else f"no {CHECKPOINTS}, no {run.run.name} and "
-        inside = sorted(child.parent.name for child in path.glob(f"*/{run.journal.name}"))
-        cure = f"did you mean {clean(str(path / inside[0]))}?" if inside else "name the run_dir of a Guard"
+        cure = suggest_run(path, "name the run_dir of a Guard")
         raise RunDirError(f"{shown} is not a run directory: it has {missing}no {run.journal.name}; {cure}")
     _report_skipped_events(run)
     return run

@@ -36,7 +36,8 @@ def ui(
     from holdfast.reports.serve import RunServer
 
     if not folder.is_dir():
-        raise ConfigError([f"{folder}: no such folder; name a folder that holds run directories"], "ui")
+        problem = "is a file" if folder.exists() else "no such folder"
+        raise ConfigError([f"{folder}: {problem}; name a folder that holds run directories"], "ui")
     with RunServer(folder, host, port, needs_token=needs_token) as server:
         if not server.is_loopback:
             echo(

@@ -32,8 +32,10 @@ def call_entry(text: str) -> ReplayEntry:
     module = _import(module_name, text)
     function = getattr(module, function_name, None)
     if not callable(function):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise SetupError(f"--entry {text!r}: {module_name} has no function {function_name!r}; it has {known[:8]}")
+        named = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+        known = [name for name, value in named if callable(value) and not isinstance(value, type)]
+        has = f"it has {', '.join(known[:8])}" if known else "write one that returns (model, step)"
+        raise SetupError(f"--entry {text!r}: {module_name} has no function {function_name!r}; {has}")
     try:
         return check_entry(function(), text)
     except HoldfastError:

@@ -99,8 +99,9 @@ def open_run(path: str | os.PathLike[str], *, mapping: Mapping[str, str] | None 
     if is_folder and not is_run_directory(place):
         inside = sorted(child.name for child in place.iterdir() if child.is_dir() and is_run_directory(child))
         if inside:
+            runs = "1 run" if len(inside) == 1 else f"{len(inside)} runs"
             raise RunDirError(
-                f"{path} holds {len(inside)} runs and is none itself; did you mean {place / inside[0]}? "
+                f"{path} holds {runs} and is none itself; did you mean {place / inside[0]}? "
                 f"To look at all of them: holdfast ui {path}"
             )
     return RecordedRun(place, mapping=mapping)

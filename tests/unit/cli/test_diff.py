@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import typer
@@ -166,6 +167,34 @@ def test_missing_folder(runs, holdfast, tmp_path):
 def test_folder_that_is_no_run(runs, holdfast, tmp_path):
     (tmp_path / "empty").mkdir()
     failed(holdfast("diff", tmp_path / "empty", runs[0]), "empty")
+
+
+def test_advice_for_a_folder_that_is_no_run_is_given_once(runs, holdfast, tmp_path):
+    (tmp_path / "empty").mkdir()
+    answer = holdfast("diff", runs[0], tmp_path / "empty")
+    failed(answer, "name the log, or a run directory")
+    assert answer.err.count("; ") == 1
+
+
+def test_folder_of_runs_is_refused_and_one_of_them_is_named(runs, holdfast, tmp_path):
+    failed(
+        holdfast("diff", tmp_path, runs[0]), f"{tmp_path} is not a run directory: it has no journal.jsonl; did you mean"
+    )
+
+
+def test_log_beside_a_run_directory_is_still_compared(runs, holdfast, tmp_path):
+    (tmp_path / "hf" / "guarded").mkdir(parents=True)
+    for name in ("metrics.jsonl", "journal.jsonl"):
+        (tmp_path / "hf" / "guarded" / name).write_bytes((Path(runs[0]) / name).read_bytes())
+    history = [{"step": n, "loss": 2.0 - n / 100} for n in range(1, 60)]
+    (tmp_path / "hf" / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": 59}))
+    assert holdfast("diff", runs[0], tmp_path / "hf").status == 0
+
+
+def test_map_is_refused_if_both_are_run_directories_and_applied_to_the_log_if_one_is(runs, holdfast, tmp_path):
+    failed(holdfast("diff", *runs, "--map", "loss=foo"), "--map loss=foo: a run directory has no columns to map")
+    (tmp_path / "log.csv").write_text("step,nll\n" + "".join(f"{n},{2 - n / 100}\n" for n in range(60)))
+    assert holdfast("diff", runs[0], tmp_path / "log.csv", "--map", "loss=nll").status == 0
 
 
 def test_file_that_is_no_log(runs, holdfast, tmp_path):

@@ -198,3 +198,23 @@ def test_text_of_a_stranger_cannot_control_the_terminal(capsys, tmp_path):
     )
     out = run(capsys, "hang", tmp_path)[1]
     assert "\x1b" not in out and "\x07" not in out
+
+
+def test_a_folder_that_is_no_run_is_refused_and_the_run_inside_is_named(capsys, tmp_path):
+    other, parent = tmp_path / "other", tmp_path / "runs"
+    other.mkdir()
+    (other / "package.json").write_text("{}")
+    (parent / "a").mkdir(parents=True)
+    (parent / "a" / "journal.jsonl").touch()
+    for folder, cure in ((other, "name the run_dir of a Guard"), (parent, f"did you mean {parent / 'a'}?")):
+        status, out, err = run(capsys, "hang", folder)
+        assert (status, out) == (1, "") and f"{folder} is not a run directory" in err and cure in err
+
+
+def test_the_checkpoints_folder_of_a_run_stands_for_the_run(capsys, tmp_path):
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    assert run(capsys, "hang", tmp_path / "checkpoints")[0] == 3
+    incident(tmp_path, 1, reports("data"))
+    status, out, _ = run(capsys, "hang", tmp_path / "checkpoints")
+    assert status == 0 and "rank 1 did not come" in out

@@ -121,8 +121,14 @@ def test_script_is_written_beside_the_program_and_the_message_says_how_to_use_it
     assert holdfast("init", option).status == 1
 
 
-@pytest.mark.parametrize("option", ["--slurm", "--torchrun"])
-@pytest.mark.parametrize("more", [[], ["--nodes", "2", "--gpus", "8"], ["--gpus", "0", "--array", "0-3"]])
+@pytest.mark.parametrize(
+    ("option", "more"),
+    [
+        *((option, more) for option in ("--slurm", "--torchrun") for more in ([], ["--nodes", "2", "--gpus", "8"])),
+        ("--slurm", ["--gpus", "0", "--array", "0-3"]),
+        ("--torchrun", ["--gpus", "0"]),
+    ],
+)
 def test_script_is_valid_shell(holdfast, tmp_path, option, more):
     path = tmp_path / "a b.sh"
     assert holdfast("init", option, path, *more, "--", "python", "-m", "x", "it's", "a b").status == 0
@@ -167,7 +173,20 @@ def test_command_without_a_kind_of_script_is_refused(holdfast, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["1:00\n#SBATCH --uid=0", "1:00 --uid=0", ""])
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        *(((name, "2"), name) for name in ("--nodes", "--gpus", "--processes", "--time", "--array")),
+        (("--torchrun", "--time", "7:00"), "--time"),
+        (("--torchrun", "--array", "0-3"), "--array"),
+    ],
+)
+def test_option_that_the_file_would_not_hold_is_refused(holdfast, words, option):
+    answer = holdfast("init", "-", *words)
+    assert answer.status == 2 and option in answer.err and "needs --slurm" in answer.err and answer.out == ""
+
+
+@pytest.mark.parametrize("text", ["foo", "1:00\n#SBATCH --uid=0", "1:00 --uid=0", ""])
 def test_value_that_would_add_a_line_to_the_script_is_refused(holdfast, text):
     for option in ("--time", "--array"):
         assert holdfast("init", "--slurm", "-", option, text).status == 2

@@ -6,6 +6,10 @@ import re
 
 import pytest
 
+from holdfast.core.base.errors import RunDirError, SetupError
+from holdfast.core.checkpoints.bundles import bundle_folder, find_bundle
+from holdfast.replay.entry import call_entry
+
 PATHS = {
     "missing": r"no such (file|folder)",
     "folder": r"is a folder|not a run directory|no file in this folder can be a log|has no checkpoints",
@@ -129,3 +133,42 @@ def test_post_mortem_that_cannot_be_written_tells_what_to_do(holdfast):
     assert "-o folder: is a folder; name a file in it: -o folder/postmortem.md" in answer.err
     answer = holdfast("diagnose", "good.jsonl", "--postmortem", "-o", "missing/a.md")
     assert "-o missing/a.md: no folder missing; make it: mkdir -p missing" in answer.err
+
+
+@pytest.mark.parametrize("command", [*RUN_COMMANDS[:4], "replay", "report", "hang", "diff"])
+def test_folder_of_runs_names_one_of_them(holdfast, tmp_path, command):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "journal.jsonl").write_text('{"event": "note", "step": 1}\n')
+    answer = holdfast(*words(command, "runs"))
+    assert answer.status in (1, 78) and "did you mean runs/a?" in " ".join(answer.err.split())
+
+
+def test_file_is_refused_with_the_folder_that_the_command_needs(holdfast):
+    assert "the folder that holds journal.jsonl" in " ".join(holdfast("ack", "words.log").err.split())
+    assert "words.log: is a file; name a folder" in " ".join(holdfast("ui", "words.log").err.split())
+    assert "missing: no such folder" in " ".join(holdfast("ui", "missing").err.split())
+
+
+def test_map_to_a_column_that_a_run_directory_does_not_have_is_refused(holdfast, tmp_path):
+    (tmp_path / "folder" / "journal.jsonl").write_text('{"event": "note", "step": 1}\n')
+    rows = "".join(f'{{"step": {n}, "status": "committed", "loss": 2.0, "train_nll": 2.0}}\n' for n in range(20))
+    (tmp_path / "folder" / "metrics.jsonl").write_text(rows)
+    answer = holdfast("diagnose", "folder", "--map", "loss=foo")
+    assert answer.status == 1 and "--map loss=foo: the log has no column 'foo'" in answer.err
+    assert holdfast("diagnose", "folder", "--map", "loss=train_nll").status == 0
+
+
+def test_entry_that_is_missing_is_answered_with_the_functions_of_its_file(tmp_path):
+    (tmp_path / "entries.py").write_text("class Toy: ...\ndef loss_of(): ...\ndef replay_entry(): ...\n")
+    with pytest.raises(SetupError, match=r"has no function 'nope'; it has loss_of, replay_entry$"):
+        call_entry(f"{tmp_path / 'entries.py'}:nope")
+    (tmp_path / "classes.py").write_text("class Toy: ...\n")
+    with pytest.raises(SetupError, match=r"has no function 'nope'; write one that returns \(model, step\)$"):
+        call_entry(f"{tmp_path / 'classes.py'}:nope")
+
+
+def test_rank_without_a_bundle_is_answered_with_the_ranks_that_have_one(tmp_path):
+    for rank in (0, 3):
+        (bundle_folder(tmp_path, 1, rank) / "step_00000012").mkdir(parents=True)
+    with pytest.raises(RunDirError, match=r"holds no bundle of rank 5; it has bundles of ranks: 0, 3$"):
+        find_bundle(tmp_path, 5)

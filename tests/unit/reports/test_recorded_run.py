@@ -126,7 +126,7 @@ def test_missing_path_is_one_error_with_the_path(tmp_path, name):
 
 def test_folder_of_runs_names_one_of_them_and_the_live_page(tmp_path):
     make_run(tmp_path / "a")
-    with pytest.raises(RunDirError, match=r"holds 1 runs.*did you mean .*/a\?.*holdfast ui"):
+    with pytest.raises(RunDirError, match=r"holds 1 run and.*did you mean .*/a\?.*holdfast ui"):
         holdfast.open_run(tmp_path)
 
 

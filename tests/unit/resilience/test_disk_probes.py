@@ -53,7 +53,8 @@ def test_a_missing_folder_and_a_file_have_failed(tmp_path):
     assert set(statuses(missing).values()) == {"failed"}
     assert "no such folder" in missing["disk space"].text and "mount" in missing["disk space"].cure
     (tmp_path / "file").touch()
-    assert "is no folder" in run(tmp_path / "file", "clock")["clock"].text
+    of_file = run(tmp_path / "file", "clock")["clock"]
+    assert (of_file.text, of_file.cure) == (f"{tmp_path / 'file'} is no folder", "name a folder")
 
 
 def test_a_full_disk_has_failed_and_is_not_filled_further(small):

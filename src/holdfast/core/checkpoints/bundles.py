@@ -18,6 +18,7 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.verify import verify
+from holdfast.core.record.rundir import suggest_run
 
 BUNDLE, INCIDENTS, INCIDENT, ANSWER = "bundle", "incidents", "incident.json", "replay.json"
 KIND = "incident bundle"
@@ -87,11 +88,15 @@ def find_bundle(path: Path, rank: int | None = None) -> CheckpointEntry:
         raise RunDirError(f"{shown}: no such folder; name a run directory, one of its incidents, or a bundle")
     found = _candidates(path.absolute(), rank)
     if not found:
-        ranks = f" of rank {rank}" if rank is not None else ""
-        raise RunDirError(
-            f"{shown} holds no bundle{ranks}: a run writes one for a numerical incident, unless [replay] when is "
+        present = _ranks(path.absolute())
+        if rank is not None and present:
+            ranks = ", ".join(map(str, present))
+            raise RunDirError(f"{shown} holds no bundle of rank {rank}; it has bundles of ranks: {ranks}")
+        cure = (
+            "a run writes one for a numerical incident, unless [replay] when is "
             '"off" or max_bundle_mb is 0, and removes those of older incidents ([replay] keep)'
         )
+        raise RunDirError(f"{shown} holds no bundle: {suggest_run(path, cure)}")
     entry = read_entry(found[-1])
     if entry is None:
         raise RunDirError(f"{clean(str(found[-1]))} is not a folder; name the folder of a bundle")
@@ -114,6 +119,11 @@ def _candidates(path: Path, rank: int | None) -> list[Path]:
         if steps:
             return steps
     return [path / name for name in _names(path) if is_name(name)]
+
+
+def _ranks(path: Path) -> list[int]:
+    """Return the ranks that have a bundle."""
+    return sorted({int(n[5:]) for folder in _bundle_folders(path) for n in _names(folder) if _RANK.fullmatch(n)})
 
 
 def _bundle_folders(path: Path) -> list[Path]:

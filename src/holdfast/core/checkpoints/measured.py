@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.record import facts, journal
-from holdfast.core.record.rundir import RunDir
+from holdfast.core.record.rundir import RunDir, suggest_run
 
 _TAIL_BYTES = 4_000_000
 """bytes read from the end of metrics.jsonl: about the last ten thousand steps"""
@@ -87,9 +87,8 @@ def _existing(place: str) -> RunDir:
     if not folder.path.is_dir():
         raise RunDirError(f"{place} is a file; name the run directory, the folder that holds {folder.journal.name}")
     if not any(map(os.path.lexists, (folder.run, folder.journal, folder.metrics))):
-        raise RunDirError(
-            f"{place} is not a run directory: it has no {folder.journal.name}; name the run_dir of a Guard"
-        )
+        cure = suggest_run(Path(place), "name the run_dir of a Guard")
+        raise RunDirError(f"{place} is not a run directory: it has no {folder.journal.name}; {cure}")
     return folder
 
 

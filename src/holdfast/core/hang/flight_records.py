@@ -109,7 +109,9 @@ def decode(data: bytes) -> dict[str, Any]:
             content = json.loads(data)
         content = {"entries": content} if isinstance(content, list) else content
     except Exception as error:  # a damaged pickle raises almost anything
-        raise HoldfastError(f"it is no dump of torch's flight recorder: {type(error).__name__}: {error}") from None
+        is_neither = isinstance(error, ValueError) and data.lstrip()[:1] not in (b"\x80", b"{", b"[")
+        reason = "it is neither JSON nor a pickle" if is_neither else f"{type(error).__name__}: {error}"
+        raise HoldfastError(f"it is no dump of torch's flight recorder: {reason}") from None
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise HoldfastError("it is no dump of torch's flight recorder: it has no entries")
     return content

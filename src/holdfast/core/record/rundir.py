@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from holdfast.core.base import durable
+from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.masking import mask
 from holdfast.core.base.plain import plain, text
@@ -33,6 +34,12 @@ def write_atomically(path: Path, content: str) -> None:
         durable.replace_file(path, content.encode())
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def suggest_run(folder: Path, otherwise: str) -> str:
+    """Return a question that names a run directory inside `folder`; `otherwise` if it has none."""
+    inside = sorted(folder.glob("*/journal.jsonl"))
+    return f"did you mean {clean(str(inside[0].parent))}?" if inside else otherwise
 
 
 def to_json(value: Any) -> str:

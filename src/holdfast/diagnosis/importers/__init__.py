@@ -297,7 +297,7 @@ def _apply_mapping(table: Table, mapping: Mapped) -> None:
         elif column in table.evals:
             if signal == "loss":
                 use_evaluation(table, column)
-        elif signal != "step" and signal not in table.columns:
+        elif signal != "step" and (signal not in table.columns or table.format == rundir.NAME):
             raise NoSuchColumn(signal, column, [*table.columns, *table.evals])
     if mapping and table.has("loss"):
         table.limits = [limit for limit in table.limits if limit.code != "no_loss"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.core.base.errors import LogRefused, RunDirError
-from holdfast.core.record.rundir import RunDir
+from holdfast.core.record.rundir import RunDir, suggest_run
 from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.rundiff import rundir
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun, as_finite, find_nonfinite_end, flatten
@@ -33,25 +33,34 @@ def load(path: str | os.PathLike[str], mapping: Mapping[str, str] | None = None)
         raise RunDirError(
             f"{path}: no such file or folder; name a run directory, or a log that `holdfast diagnose` reads"
         )
-    run = rundir.load(place) if place.is_dir() and rundir.is_run(place) else from_table(_import(place, mapping))
+    if place.is_dir() and rundir.is_run(place):
+        for signal, column in (mapping or {}).items():
+            raise LogRefused(str(path), f"--map {signal}={column}: a run directory has no columns to map; leave it out")
+        run = rundir.load(place)
+    else:
+        run = from_table(_import(place, mapping))
     complete(run)
     return run
 
 
 def _import(place: Path, mapping: Mapping[str, str] | None) -> Table:
-    journal = RunDir(place).journal.name
+    not_a_run = f"{place} is not a run directory: it has no {RunDir(place).journal.name}; "
+    suggestion = suggest_run(place, "")
     try:
         # A late import: it loads the importer of every format.
         from holdfast.diagnosis.importers import read
+        from holdfast.diagnosis.importers.formats.rundir import NAME as IMPORTED_RUN
 
         tables = [table for table in read(place, mapping=mapping or None) if len(table)]
     except LogRefused as error:
-        inside = sorted(child.parent.name for child in place.glob(f"*/{journal}")) if place.is_dir() else []
-        if inside:
-            message = f"{place} is not a run directory: it has no {journal}; did you mean {place / inside[0]}?"
-            raise RunDirError(message) from None
-        cure = "" if error.reason.startswith("--map") else "; name a run directory or another log"
+        is_mapping = error.reason.startswith("--map")
+        if suggestion and not is_mapping:
+            raise RunDirError(not_a_run + suggestion) from None
+        cure = "" if is_mapping or "run directory" in error.reason else "; name a run directory or another log"
         raise LogRefused(error.path, error.reason + cure) from None
+    is_other = [table.format == IMPORTED_RUN and Path(table.path) != place for table in tables]
+    if suggestion and (any(is_other) or not tables):
+        raise RunDirError(not_a_run + suggestion)
     if not tables:
         raise LogRefused(str(place), "it has no training records; name a run directory or a log with losses")
     longest = max(tables, key=len)

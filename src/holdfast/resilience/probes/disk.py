@@ -52,10 +52,9 @@ def _refusal_is_failure(name: str, check: Callable[[ProbeSettings], ProbeResult]
         except OSError as error:
             path = Path(settings.folder)
             if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.is_dir():
-                is_there = os.path.lexists(path)
-                return failed(
-                    name, f"{path}: {'is no folder' if is_there else 'no such folder'}", "make it, or mount it"
-                )
+                if os.path.lexists(path):
+                    return failed(name, f"{path} is no folder", "name a folder")
+                return failed(name, f"{path}: no such folder", "make it, or mount it")
             return failed(name, str(durable.run_dir_error(path, "written", error)))
 
     return run
@@ -67,7 +66,8 @@ def check_space(settings: ProbeSettings) -> ProbeResult:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     numbers = {"free": (free / 1e9, "GB"), "size": (size / 1e9, "GB"), "free_files": (status.f_favail, "files")}
     has_inodes = status.f_files > 0  # some file systems make them as needed, and report none
-    text = f"{free / 1e9:,.1f} of {size / 1e9:,.1f} GB free" + (f", {status.f_favail:,} files" if has_inodes else "")
+    room = f", room for {status.f_favail:,} files" if has_inodes else ""
+    text = f"{free / 1e9:,.1f} of {size / 1e9:,.1f} GB free{room}"
     if free == 0 or (has_inodes and status.f_favail == 0):
         return make("disk space", ProbeStatus.FAILED, text, "free some: nothing can be written", numbers)
     if free < min(_LOW_BYTES, _LOW_SHARE * size) or (has_inodes and status.f_favail < _LOW_FILES):

@@ -54,7 +54,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
             if kind in _REFUSED_MODULES:
                 raise SetupError(f"Guard(model={kind}): {_REFUSED_MODULES[kind]}")
         if not isinstance(module, nn.Module):
-            raise SetupError(f"Guard(model=...): expected an nn.Module, a list or a dict of them, not a {name}")
+            raise SetupError(f"Guard(model=...): expected an nn.Module, a list or a dict of them; got {name}")
     return named
 
 
@@ -75,7 +75,7 @@ def _optimizers(optimizer: Any) -> Optimizers:
                 "gated or replayed; use AdamW, SGD or any other first-order optimizer"
             )
         if not isinstance(o, Optimizer):
-            raise SetupError(f"Guard(optimizer=...): expected a torch optimizer, not a {type(o).__name__}")
+            raise SetupError(f"Guard(optimizer=...): expected a torch optimizer; got {type(o).__name__}")
         if not all("lr" in group for group in o.param_groups):
             raise SetupError(
                 f"Guard(optimizer={type(o).__name__}): a param group has no 'lr', which the guard reads and may cut; "
@@ -133,7 +133,7 @@ def _schedulers(scheduler: Any, interval: Any, optimizers: Optimizers) -> Schedu
         )
     for s in chosen:
         if not isinstance(s, LRScheduler):
-            raise SetupError(f"Guard(scheduler=...): expected a torch LR scheduler, not a {type(s).__name__}")
+            raise SetupError(f"Guard(scheduler=...): expected a torch LR scheduler; got {type(s).__name__}")
         driven = getattr(s, "optimizer", None)
         inside = with_wrapped([driven]) if isinstance(driven, Optimizer) else [driven]
         if driven is not None and not any(one is o for o in optimizers.all for one in inside):
@@ -161,7 +161,7 @@ def _scaler(scaler: Any) -> Scaler | None:
     if scaler is None:
         return None
     if not isinstance(scaler, GradScaler):
-        raise SetupError(f"Guard(scaler=...): expected a torch.amp.GradScaler, not a {type(scaler).__name__}")
+        raise SetupError(f"Guard(scaler=...): expected a torch.amp.GradScaler; got {type(scaler).__name__}")
     return Scaler(scaler) if scaler.is_enabled() else None
 
 

@@ -80,3 +80,12 @@ KEYS = [
 @given(st.lists(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=8), max_size=5), JSON)
 def test_entries_of_any_form_are_read_or_skipped(entries, config):
     group_records(decode(json.dumps({"entries": entries, "pg_config": config}).encode()))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"not a dump", "neither JSON nor a pickle"), (b"\xff\xfe\x00", "neither"), (b'{"entries": [', "JSONDecodeError")],
+)
+def test_what_is_no_dump_is_described_and_a_cut_one_has_its_place(data, reason):
+    with pytest.raises(HoldfastError, match=reason):
+        decode(data)

@@ -101,6 +101,10 @@ def prepared(tmp_path_factory) -> Path:
         state.write_text(json.dumps({"log_history": history, "global_step": 200, "max_steps": 200}))
     lines = [f" iteration {n + 1:8d}/ 200 | lm loss: {loss:.6E} | grad norm: 1.000" for n, loss in enumerate(losses)]
     (folder / "slurm-1234.out").write_text("\n".join(lines) + "\n")
+    (folder / "slurm-4711.out").write_text(
+        "[rank3]:[E1118 03:12:44.123456789 ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=712, OpType=ALLREDUCE, NumelIn=4096, Timeout(ms)=600000) ran for 600029 milliseconds\n"
+    )
     with (folder / "log.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["iter", "nll", "train_nll"])

@@ -243,7 +243,8 @@ def test_hosts_of_different_names_with_one_folder_are_refused(make):
     job = make("ab")
     shutil.rmtree(job.folder / "b")
     (job.folder / "b").symlink_to(job.folder / "a")
-    assert all("share" in problem for problem in job.attach())
+    problems = job.attach()
+    assert all("share" in problem for problem in problems), problems
 
 
 def test_fetch_without_room_is_refused(make, monkeypatch):

@@ -106,6 +106,8 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         try:
             found = self._find(path, makes=True) if self.owns_folder else None
             self._exchange.listen(*self._find_address())
+        except FileExistsError:  # the other host was faster by an instant
+            problem = f"hosts of different names share {path}; give each a folder of its own (HOLDFAST_SHM)"
         except OSError as error:
             problem = f"{error.filename or path} on {self._host}: {error.strerror or error}"
         except HoldfastError as error:

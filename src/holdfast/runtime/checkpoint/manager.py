@@ -534,6 +534,7 @@ class CheckpointManager:
     def _moment_now(self, step: int) -> _Moment:
         context = self.context
         light, tensors = context.state.small_state()
+        light["flags"] = context.state.named_params.flags()
         tensors |= {f"buffer.{n}": b.detach() for n, b in context.state.buffers.named().items()}
         return _Moment(
             step, light, tensors, context.rng.capture(), self._feeder.source.position, context.engine.state_dict()

@@ -25,14 +25,13 @@ import pytest
 from hypothesis import settings
 
 from holdfast.core.detectors.slowdown import SlowdownDetector
-from marks import covering
+from marks import MEMORY, covering
 
 # The same examples in every run; more of them in `make test-all`.
 settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=30)
 settings.register_profile("all", settings.get_profile("quick"), max_examples=200)
 
 QUICK = "not slow and not soak"
-MEMORY = "/dev/shm"
 MEMORY_BYTES = 2 << 30
 """free in MEMORY at least; the folders of tests that passed are removed at once"""
 

@@ -18,9 +18,17 @@ import pytest
 from host_namespaces import HERE, PORT, Hosts, two_hosts, wait_for
 from tier_program import NEWEST
 
+from marks import folder_in_memory
+
 pytestmark = pytest.mark.slow
 LAYOUTS = {"ddp": "ab", "fsdp": "aabb"}
 """the host of each rank"""
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +75,15 @@ class CrashedRun:
 
 
 @pytest.fixture(scope="module")
-def ddp(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> CrashedRun:
-    return CrashedRun(hosts, tmp_path_factory.mktemp("ddp"), "ddp")
+def ddp(hosts: Hosts) -> Iterator[CrashedRun]:
+    with folder_in_memory() as folder:
+        yield CrashedRun(hosts, folder, "ddp")
 
 
 @pytest.fixture(scope="module")
-def fsdp(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> CrashedRun:
-    return CrashedRun(hosts, tmp_path_factory.mktemp("fsdp"), "fsdp")
+def fsdp(hosts: Hosts) -> Iterator[CrashedRun]:
+    with folder_in_memory() as folder:
+        yield CrashedRun(hosts, folder, "fsdp")
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ import torchrun_job
 from tier_program import NEWEST
 
 from holdfast.core.checkpoints.memory_folder import ROOT_VARIABLE
+from marks import folder_in_memory
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
 
 
 def launch(folder: Path, kind: str, fate: str, ranks: int) -> tuple[int, str]:

@@ -16,9 +16,16 @@ from host_threads import LABEL, Job, contents, rewrite, tensors_of
 from holdfast.core.base import durable
 from holdfast.distributed.checkpoint import replication
 from holdfast.distributed.checkpoint.replicated_store import ReplicatedMemoryStore
+from marks import folder_in_memory
 
 NAME = "step_00000012"
 MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
 
 
 @pytest.fixture

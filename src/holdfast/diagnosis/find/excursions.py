@@ -34,6 +34,7 @@ _EVEN_SHARE = 0.02
 _MERGE_ROWS = 8
 _LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
 _SHORT_ROWS, _MANY_SHORT = 3, 8
+_MIN_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO = 200, 15, 5, 1.35
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -71,7 +72,7 @@ def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
         if not any(_overlap(other, episode) for other in episodes if other.kind in _DIVERGENCES):
             episodes.append(episode)
     episodes, planned = _without_planned(losses, _merge(episodes))
-    episodes, noise = _without_outliers(episodes)
+    episodes, noise = _without_outliers(losses, episodes)
     return episodes, [*planned, *noise, *_restarts(losses)]
 
 
@@ -153,29 +154,56 @@ def _without_planned(losses: Losses, episodes: list[Episode]) -> tuple[list[Epis
     spikes = [episode for episode in episodes if episode.kind == "spike_recovered"]
     starts = np.array([episode.start for episode in spikes])
     distances = np.diff(starts)
-    if len(spikes) < 3 or (np.abs(distances - np.median(distances)) > _EVEN_SHARE * np.median(distances)).any():
+    if len(spikes) < 3 or distances.min() < 5 * losses.table.step_interval():
         return episodes, []
-    every = float(np.median(distances))
-    if every < 5 * losses.table.step_interval():
-        return episodes, []
-    text = (
-        f"the loss jumps {len(spikes)} times, every {every:g} steps, and returns each time: a planned reset or restart"
-    )
+    every = f"every {float(np.median(distances)):g} steps"
+    if not _is_even(distances):
+        if len(spikes) < 4 or not _is_even(distances[1:] / distances[:-1]):  # cosine restarts, each period a multiple
+            return episodes, []
+        every = "at distances that grow by a constant factor"
+    text = f"the loss jumps {len(spikes)} times, {every}, and returns each time: a planned reset or restart"
     note = Note(kind="planned_reset", start=spikes[0].start, end=spikes[-1].end, text=text)
     return [episode for episode in episodes if episode not in spikes], [note]
 
 
-def _without_outliers(episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
-    """Turn many single high records into a note: they are the noise of its batches, and so is what is no higher."""
+def _is_even(values: Floats) -> bool:
+    return bool((np.abs(values - np.median(values)) <= _EVEN_SHARE * np.median(values)).all())
+
+
+def _without_outliers(losses: Losses, episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Turn single high records into a note if the run has many, or others nearly as high: they are the noise of its batches."""
     spikes = [e for e in episodes if e.kind == "spike_recovered"]
     short = [e for e in spikes if e.last - e.first < _SHORT_ROWS]
     if len(short) < _MANY_SHORT:
+        usual = _in_the_tail(losses, [e for e in short if e.last - e.first < 2])
+    else:
+        highest = max(e.evidence["peak"] for e in short)
+        usual = [e for e in spikes if e.last - e.first < _LONG_ROWS and e.evidence["peak"] < 1.5 * highest]
+    if not usual:
         return episodes, []
-    highest = max(e.evidence["peak"] for e in short)
-    usual = [e for e in spikes if e.last - e.first < _LONG_ROWS and e.evidence["peak"] < 1.5 * highest]
+    highest = max(e.evidence["peak"] for e in usual)
     text = f"{len(usual)} times a few records are high, up to {highest:.4g}, and the next are not: the noise of batches"
     note = Note(kind="outliers", start=usual[0].start, end=usual[-1].end, text=text)
     return [e for e in episodes if e not in usual], [note]
+
+
+def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
+    """Return the excursions that continue the tail of a run: five more of its records leap nearly as far."""
+    if not short or losses.has_negative or not _MIN_TAIL <= len(losses.loss) <= _MAX_HINDSIGHT:
+        return []
+    loss = np.where(losses.finite, losses.loss, np.inf)
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(loss, _TAIL_REACH, "reflect"), 2 * _TAIL_REACH + 1)
+    with np.errstate(all="ignore"):
+        leaps = np.log(loss / np.median(around, axis=1))
+    leaps[~np.isfinite(leaps)] = -np.inf
+    falling = np.sort(leaps)[::-1]
+
+    def continues_tail(episode: Episode) -> bool:
+        at = np.searchsorted(losses.rows, (episode.first, episode.last + 1))
+        leap = leaps[at[0] : at[1]].max()
+        return bool(leap < _TAIL_RATIO * falling[(falling >= leap).sum() + _TAIL_RECORDS])
+
+    return [episode for episode in short if continues_tail(episode)]
 
 
 def _begins_inside(episode: Episode, other: Episode) -> bool:

@@ -172,7 +172,7 @@ def _detect_file_format(source: LogSource, mapping: Mapped) -> str:
         return _table_format(JSON_VALUE, [])
     if objects := sample_objects(sample):
         return _table_format(JSON_LINES, list(dict.fromkeys(name for row in objects for name in row)))
-    if header := detect_header(sample):
+    if header := detect_header(sample, source.path.stem):
         return wandb_csv.NAME if wandb_csv.looks_like(header) else _table_format(CSV, header)
     return _detect_text_format(source, sample, mapping)
 

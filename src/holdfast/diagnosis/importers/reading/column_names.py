@@ -86,6 +86,7 @@ _RATIO_OF_LOSS = re.compile(
 _TRAIN_AFFIX = re.compile(
     r"^(train|training|trainer|trn|tra|tr)_(?=.)|^(train|trn|tr)(?=loss)|^metrics_train_|_(train|training|trn)$"
 )
+_COUNTER_PATH = re.compile(r"^(?:train|trainer|training|total|progress|counters?)[/.]", re.I)
 _HUMP = re.compile(r"(?<=[a-z\d])(?=[A-Z])")
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
 
@@ -130,9 +131,13 @@ def lettered_names(names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def _step_key(name: str) -> str:
+    """Return the name of a step without the part of the program that counts it: `total/steps`, `train_step`."""
+    return snake_case(_COUNTER_PATH.sub("", name)).removeprefix("train_")
+
+
 def is_step(name: str) -> bool:
-    key = snake_case(name)
-    return key in STEP_NAMES or key.removeprefix("train_") in STEP_NAMES or name == "_step"
+    return snake_case(name) in STEP_NAMES or _step_key(name) in STEP_NAMES
 
 
 @lru_cache(maxsize=4096)
@@ -210,15 +215,14 @@ def pick_reward(names: Iterable[str]) -> str | None:
     found = [
         n for n, key in keys.items() if _REWARD_NAME.search(key) and not _NOT_REWARD.search(key) and not is_eval(n)
     ]
-    return min(found, key=lambda name: (not re.search("mean|av", keys[name]), len(name)), default=None)
+    return min(found, key=lambda n: ("rate" in keys[n], not re.search("mean|av", keys[n]), len(n)), default=None)
 
 
 def pick_step(names: Iterable[str]) -> str | None:
     by_key: dict[str, str] = {}
     for name in names:
-        key = "step" if name == "_step" else snake_case(name)
-        by_key.setdefault(key, name)
-        by_key.setdefault(key.removeprefix("train_"), name)
+        by_key.setdefault(snake_case(name), name)
+        by_key.setdefault(_step_key(name), name)
     return next((by_key[key] for key in STEP_NAMES if key in by_key), None)
 
 

@@ -82,7 +82,7 @@ _NO_RECORD = re.compile(
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
     rb"|self\.|\{\w+(?:\}|:[^\s\d])|^\s*\w+ = (?![-+]?[\d.]+(?:e[-+]?\d+)?,)|\)\.|[A-Za-z_)\]] ?==(?!=)\s?[\w'\"]|^\s+\w+\("
-    rb"|Warning: |(?:(?<![\w'])[a-z']+,? ){7}"
+    rb"|Warning: |<tf\.\w| object at 0x|(?:(?<![\w'])[a-z']+,? ){7}"
 )
 """lines of a program, and sentences"""
 METRIC_WORDS = (

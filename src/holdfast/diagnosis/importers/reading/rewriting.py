@@ -83,6 +83,7 @@ _COMMA = re.compile(rb"\s*(?:[;|]|,(?!\d{3}(?!\d)))\s*|\s+")
 _SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
 _MIN_ROWS, _MIN_ROWS_IN_TEXT, _MIN_BOX_ROWS, _LINES_BELOW_HEADER, _MAX_TRIES = 3, 8, 4, 5, 4
 _MAX_ROW_BYTES = 1000
+_NAMING_LINES = 2000
 
 
 def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None:
@@ -117,6 +118,9 @@ def _with_joined_evaluations(chunk: bytes) -> bytes:
             found = _RULE_OR_METRIC.match(line)
             text = found["metric"] if found is not None else None
             name = re.split(rb"[:=|\d]", text or b"")[0]
+            if name in metrics and line[:1] in b" \t":  # one more row of a list below the metrics
+                end += len(line) + 1
+                continue
             if found is None or name in metrics or (text and _OF_NEXT_RECORD.search(text)) or (metrics and not text):
                 break
             end += len(line) + 1
@@ -315,19 +319,20 @@ def _name_columns(sample: bytes, *, in_text: bool = False) -> list[bytes]:
     """
     lines = [
         _COMMA.split(_COLON.sub(b"", line).strip())
-        for line in sample.split(b"\n")[:2000]
+        for line in sample.split(b"\n", _NAMING_LINES)[:_NAMING_LINES]
         if line.strip() and len(line) < _MAX_ROW_BYTES
     ]
     lines = [cells for cells in lines if len(cells) > 1 and all(_VALUE.match(cell) for cell in cells)]
     width = Counter(map(len, lines)).most_common(1)[0][0] if lines else 0
     lines = [cells for cells in lines if len(cells) == width]
-    least = _MIN_ROWS_IN_TEXT if in_text else max(2 * _MIN_ROWS, 0.8 * (sample[: 1 << 18].count(b"\n") + 1))
+    least = _MIN_ROWS_IN_TEXT if in_text else max(2 * _MIN_ROWS, 0.8 * min(_NAMING_LINES, sample.count(b"\n") + 1))
     if width < 2 or len(lines) < least:
         return []
     values = np.array([[parse_number(cell.split(b"/")[0].rstrip(b"GMk")) or 0.0 for cell in row] for row in lines])
-    if (np.diff(values[:, 0]) <= 0).mean() > 0.1:
-        return []
     sums = np.cumsum(values, axis=1)
+    if (np.diff(values[:, 0]) <= 0).mean() > 0.1:
+        is_sum = width > 2 and np.allclose(2.0 * values[:, 0], sums[:, -1], rtol=1e-3)
+        return [b"loss", *(b"part_%d" % i for i in range(1, width))] if is_sum and not in_text else []
     is_fraction = (values != np.round(values)).any(axis=0)
     starts = [(end, first) for end in range(3, width) for first in range(1, end - 1)]
     close = [np.abs(sums[:, end - 1] - sums[:, first - 1] - values[:, end]) for end, first in starts]

@@ -34,7 +34,7 @@ _EVEN_SHARE = 0.02
 _MERGE_ROWS = 8
 _LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
 _SHORT_ROWS, _MANY_SHORT = 3, 8
-_MIN_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO = 200, 15, 5, 1.35
+_MIN_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO, _TAIL_SHARE = 100, 15, 5, 1.35, 0.1
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -175,7 +175,7 @@ def _without_outliers(losses: Losses, episodes: list[Episode]) -> tuple[list[Epi
     spikes = [e for e in episodes if e.kind == "spike_recovered"]
     short = [e for e in spikes if e.last - e.first < _SHORT_ROWS]
     if len(short) < _MANY_SHORT:
-        usual = _in_the_tail(losses, [e for e in short if e.last - e.first < 2])
+        usual = _in_the_tail(losses, [e for e in spikes if e.last - e.first < _MERGE_ROWS])
     else:
         highest = max(e.evidence["peak"] for e in short)
         usual = [e for e in spikes if e.last - e.first < _LONG_ROWS and e.evidence["peak"] < 1.5 * highest]
@@ -188,7 +188,10 @@ def _without_outliers(losses: Losses, episodes: list[Episode]) -> tuple[list[Epi
 
 
 def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
-    """Return the excursions that continue the tail of a run: five more of its records leap nearly as far."""
+    """Return the excursions that continue the tail of a run: many of its records leap half as far.
+
+    For one or two high records, five more of the run that leap nearly as far are enough.
+    """
     if not short or losses.has_negative or not _MIN_TAIL <= len(losses.loss) <= _MAX_HINDSIGHT:
         return []
     loss = np.where(losses.finite, losses.loss, np.inf)
@@ -201,7 +204,10 @@ def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
     def continues_tail(episode: Episode) -> bool:
         at = np.searchsorted(losses.rows, (episode.first, episode.last + 1))
         leap = leaps[at[0] : at[1]].max()
-        return bool(leap < _TAIL_RATIO * falling[(falling >= leap).sum() + _TAIL_RECORDS])
+        as_far = int((falling >= leap).sum())
+        is_single = at[1] - at[0] <= 2 and leap < _TAIL_RATIO * falling[as_far + _TAIL_RECORDS]
+        is_usual = at[1] - at[0] <= _TAIL_RECORDS and as_far > 2 * _TAIL_RECORDS
+        return bool(is_single or is_usual or leap < 2.0 * falling[int(_TAIL_SHARE * len(falling))])
 
     return [episode for episode in short if continues_tail(episode)]
 

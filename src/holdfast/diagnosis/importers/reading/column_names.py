@@ -120,7 +120,7 @@ def lettered_names(names: Iterable[str]) -> dict[str, str]:
     beside = {name for name, key in keys.items() if key.startswith("v_") and key[2:] in keys.values()}
     if len(beside) >= _MIN_BESIDE:
         return {name: f"val_{name[2:]}" for name in beside}
-    if any(_POLICY.search(key) for key in keys.values()):
+    if any(_POLICY.search(key) or re.search("^loss_[a-su]$", key) for key in keys.values()):
         return {}
     trained = {metric for letter, metric in found.values() if letter[:1] in ("", "t") and letter != "te"}
     held_out = {metric for letter, metric in found.values() if letter[:1] == "v" or letter == "te"} & trained

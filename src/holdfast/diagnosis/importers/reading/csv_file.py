@@ -131,10 +131,22 @@ def read_csv_records(source: LogSource, format_name: str, mapping: Mapping[str, 
     records = MetricRecords(source.name, format_name)
     kept = _columns_to_keep(names, mapping)
     records.dropped_columns = {name[:200] for name in names} - {names[i][:200] for i in kept}
+    key, value = _long_columns(names)
     for row in file:
+        if key is not None and len(row) == len(names):  # one metric a row
+            row[key], row[value], named = "", "", {row[key][:200]: row[value]}
+            records.add({**{names[i]: row[i] for i in kept if row[i] and i != key}, **named})
+            continue
         records.add({names[i]: row[i] for i in kept if i < len(row) and row[i]})
     records.unreadable_rows = file.unreadable_rows
     return records
+
+
+def _long_columns(names: list[str]) -> tuple[int | None, int]:
+    """Return the positions of a metric's name and of its value in a table with one metric a row."""
+    lower = [name.lower() for name in names]
+    key = next((lower.index(name) for name in ("metric", "key", "tag", "metric_name") if name in lower), None)
+    return (key, lower.index("value")) if "value" in lower else (None, 0)
 
 
 def _columns_to_keep(names: list[str], mapping: Mapping[str, str] | None) -> list[int]:

@@ -39,7 +39,7 @@ LEAD = "_lead"
 _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
 _WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
-    rb"(?<![\w./\-])['\"]?("
+    rb"(?:(?<![\w./\-])|(?<=---))['\"]?("
     + _WORD
     + rb"(?: "
     + _WORD
@@ -49,6 +49,7 @@ _PAIR = re.compile(
     rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
     rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:[\s,;]|$)))"
 )
+_DURATION = re.compile(rb" ?(?:s|ms|secs?|seconds?|min|minutes|h|hours?)\b", re.I)
 _NAME = re.compile(rb"[A-Za-z]\w{0,30}(?=['\"]?\s{0,3}[:=|\s]\s{0,3}[-+\d.])")
 _NAMING_BYTES = 256 << 10
 _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
@@ -66,7 +67,7 @@ _VALUE_AT = re.compile(
     + rb") (?:at|in|after|of|for) (?:global )?(step|iteration|iter|batch|epoch|episode) (\d{1,15}) ?[:=,]? ?"
     rb"(?:is |was )?(?=(" + _NUMBER + rb"))"
 )
-_LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|(?= \w+ [\d.]+$)))")
+_LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|\) |(?= \w+ [\d.]+$)))")
 _EVAL_WORD = re.compile(
     rb"(?<![\w/.\-])(" + EVAL_WORDS.encode() + rb")(?:_(?:epoch|step|iter|loop|end))?(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
@@ -172,6 +173,8 @@ def find_pairs_of_any_name(line: bytes) -> Iterator[Pair]:
         if parse_number(line[match.start(3) : end]) is None:
             continue
         name, factor = _resolve(match[1]), _FACTORS[match[4]]
+        if _DURATION.match(line, end) and snake_case(name).endswith("cost"):
+            name = "time"
         if losses[0] <= match.start() < losses[1] and not is_part_of_loss(name):
             name += "_loss"
         if match[2] is not None:

@@ -72,6 +72,8 @@ _WORDS = {
 }  # fmt: skip
 _TRANSLATED = {word.encode(): english.encode() for word, english in _WORDS.items()}
 _FOREIGN = re.compile(b"(" + b"|".join(map(re.escape, _TRANSLATED)) + b")( ?)")
+_DASHED = re.compile(rb"(\b[A-Za-z]\w*) - (?=-?\d+\.\d+(?:;|\n|$))")
+"""`perceptual - 53.96; warp_loss - 0.48`"""
 _RULE = re.compile(rb"^[\s|+:=-]*$")
 _BAR = re.compile(rb":?\s{0,20}+\d{1,3}%\|.*")
 _COLON = re.compile(rb"(?<=\d):(?=\s)")
@@ -82,6 +84,8 @@ _VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|i
 _COMMA = re.compile(rb"\s*(?:[;|]|,(?!\d{3}(?!\d)))\s*|\s+")
 _SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
 _MIN_ROWS, _MIN_ROWS_IN_TEXT, _MIN_BOX_ROWS, _LINES_BELOW_HEADER, _MAX_TRIES = 3, 8, 4, 5, 4
+_DEEPXDE = re.compile(rb"# step, loss_train, loss_test")
+"""each name stands for a column of every part of the loss"""
 _MAX_ROW_BYTES = 1000
 _NAMING_LINES = 2000
 
@@ -145,6 +149,8 @@ def _find_layout(sample: bytes) -> Rewriter | None:
         return _joiner(_INDENTED_PAIR, b" ")
     if headers := _find_headers(sample):
         return _by_line(headers)
+    if len(_DASHED.findall(sample)) >= 2 * _MIN_ROWS:
+        return lambda chunks: (_DASHED.sub(rb"\1: ", chunk) for chunk in chunks)
     if len(_FOREIGN.findall(sample)) >= 2:
         return lambda chunks: (
             _FOREIGN.sub(lambda match: _TRANSLATED[match[1]].rstrip() + (match[2] or b" "), chunk) for chunk in chunks
@@ -328,6 +334,10 @@ def _name_columns(sample: bytes, *, in_text: bool = False) -> list[bytes]:
     least = _MIN_ROWS_IN_TEXT if in_text else max(2 * _MIN_ROWS, 0.8 * min(_NAMING_LINES, sample.count(b"\n") + 1))
     if width < 2 or len(lines) < least:
         return []
+    if _DEEPXDE.match(sample):
+        parts = range((width - 1) // 2)
+        held_out = [b"val_loss_%d" % i if i in parts else b"metric_%d" % i for i in range(width - 1 - len(parts))]
+        return [b"step", *(b"loss_%d" % i for i in parts), *held_out]
     values = np.array([[parse_number(cell.split(b"/")[0].rstrip(b"GMk")) or 0.0 for cell in row] for row in lines])
     sums = np.cumsum(values, axis=1)
     if (np.diff(values[:, 0]) <= 0).mean() > 0.1:

@@ -173,7 +173,7 @@ def _drop_full_bars(table: Table, stepless: Bools) -> None:
 
 def _keep_headed_records(table: Table, stepless: Bools) -> Bools:
     """Keep the records right below a heading with a step, if a column is only there. Finer records have no step."""
-    headings = table.evals.get(HEADING + "step")
+    headings = table.evals.get(HEADING + "step", table.evals.get(HEADING + "epoch"))
     if headings is None or not len(table) or not stepless.all():
         return stepless
     for name in [name for name in table.columns if is_part_of_loss(name) or is_perplexity(name)]:

@@ -85,6 +85,10 @@ _DESCRIPTIONS = (
         columns={"Time": "seconds"},
     ),
     LogDescription(
+        "chinese_ner", "ChineseNER and its many copies: `iteration:3 step:456/652, NER loss: 3.245`, an iteration is an epoch",
+        r"\biteration:\d+ step:\d+/\d+", columns={"iteration": "epoch"},
+    ),
+    LogDescription(
         "dl4j", "Deeplearning4j: `Score at iteration 100 is 1.39`", r"Score at iteration \d+ is ", columns={"Score": "loss"}
     ),
     *(LogDescription(name, description, signature) for name, description, signature in (

@@ -17,6 +17,8 @@ from holdfast.diagnosis.model.table import Table
 
 CSV, JSON_LINES, JSON_VALUE = "csv", "json_lines", "json_value"
 MAX_JSON_BYTES = 64 << 20
+_MAX_EPOCHS = 2000
+"""longer lists by name hold a value for each step"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def find_rows(value: Any, depth: int = 3) -> list[dict[str, Any]] | None:
     if lists:
         length = max(len(inner) for inner in lists.values())
         lists = {name: inner for name, inner in lists.items() if len(inner) == length}
-        has_step = any(name in ("epoch", "step", "iteration") for name in lists)
+        has_step = length > _MAX_EPOCHS or any(name in ("epoch", "step", "iteration") for name in lists)
         return [
             {**({} if has_step else {"epoch": i + 1}), **{name: inner[i] for name, inner in lists.items()}}
             for i in range(length)

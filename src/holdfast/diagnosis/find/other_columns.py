@@ -13,7 +13,8 @@ from holdfast.diagnosis.model.table import Series, Table
 _MIN_RECORDS = 3
 _DEAD_RECORDS = 20
 _REWARD_BEFORE, _REWARD_AFTER, _REWARD_NOISE = 15, 10, 3.0
-_REWARD_BLOCKS, _MIN_REWARD_BLOCKS = 60, 10
+_REWARD_BLOCKS, _MIN_REWARD_BLOCKS, _FEW_REWARDS = 60, 10, 100
+"""so few rewards without a step may be those of several policies"""
 
 
 def _named(words: str) -> re.Pattern[str]:
@@ -48,7 +49,7 @@ def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
     rows = np.flatnonzero(table.present["reward"] & np.isfinite(table.columns["reward"]))
     size = max(3, len(rows) // _REWARD_BLOCKS)
     count = len(rows) // size
-    if count < _MIN_REWARD_BLOCKS:
+    if count < _MIN_REWARD_BLOCKS or (table.unit == "record" and len(rows) < _FEW_REWARDS):
         return []
     rows = rows[len(rows) - count * size :]
     blocks = table.columns["reward"][rows].reshape(count, size)

@@ -34,7 +34,7 @@ _EVEN_SHARE = 0.02
 _MERGE_ROWS = 8
 _LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
 _SHORT_ROWS, _MANY_SHORT = 3, 8
-_MIN_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO, _TAIL_SHARE = 100, 15, 5, 1.35, 0.1
+_MIN_TAIL, _MAX_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO, _TAIL_SHARE = 100, 200_000, 15, 5, 1.35, 0.1
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -171,7 +171,7 @@ def _is_even(values: Floats) -> bool:
 
 
 def _without_outliers(losses: Losses, episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
-    """Turn single high records into a note if the run has many, or others nearly as high: they are the noise of its batches."""
+    """Turn single high records into a note if the run has many, or others nearly as high: they are its noise."""
     spikes = [e for e in episodes if e.kind == "spike_recovered"]
     short = [e for e in spikes if e.last - e.first < _SHORT_ROWS]
     if len(short) < _MANY_SHORT:
@@ -192,7 +192,7 @@ def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
 
     For one or two high records, five more of the run that leap nearly as far are enough.
     """
-    if not short or losses.has_negative or not _MIN_TAIL <= len(losses.loss) <= _MAX_HINDSIGHT:
+    if not short or losses.has_negative or not _MIN_TAIL <= len(losses.loss) <= _MAX_TAIL:
         return []
     loss = np.where(losses.finite, losses.loss, np.inf)
     around = np.lib.stride_tricks.sliding_window_view(np.pad(loss, _TAIL_REACH, "reflect"), 2 * _TAIL_REACH + 1)

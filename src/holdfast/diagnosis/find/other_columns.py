@@ -134,7 +134,7 @@ def without_unrewarded(table: Table, episodes: list[Episode]) -> tuple[list[Epis
         return episodes, []
     kept, notes = [], []
     for episode in episodes:
-        if episode.kind not in _LOSS_KINDS or (_reward_falls(table, episode) and not _is_common(table, episode)):
+        if episode.kind not in _LOSS_KINDS or _reward_falls(table, episode):
             kept.append(episode)
             continue
         text = "the loss rises, the reward does not fall with it: no incident in reinforcement learning"
@@ -170,16 +170,6 @@ def _reward_falls(table: Table, episode: Episode) -> bool:
     lowest = float(np.quantile(after, 0.25))
     everything = window.finite(table, "reward")
     return level - lowest > max(_REWARD_NOISE * spread, 0.1 * abs(level), 0.01 * float(np.ptp(everything)))
-
-
-def _is_common(table: Table, episode: Episode) -> bool:
-    """Return whether the run has many records as high: such losses are normal for its batches."""
-    peak = float(window.finite_during(table, episode, "loss").max(initial=0.0))
-    reach = 20 * _REWARD_BEFORE
-    later = window.finite(table, "loss", episode.last + 1, episode.last + 1 + reach)
-    others = np.append(window.before(table, episode, "loss", reach), later)
-    level = float(episode.evidence.get("level") or 0.0)
-    return int((others > level + 0.5 * (peak - level)).sum()) > max(5, 0.01 * len(others))
 
 
 def _row_of(table: Table, step: float) -> int:

@@ -41,7 +41,7 @@ def _in_unit(message: str, unit: str) -> str:
 
 
 def _stays_constant(losses: Losses, episode: Episode) -> bool:
-    """Return whether the loss is constant to the end: a hinge loss can be zero for a while, and a loss can be fitted to 0."""
+    """Return whether the loss is constant to the end: a hinge loss can be 0 for a while, and a loss can be fitted to 0."""
     loss, before = losses.loss[losses.rows >= episode.first], losses.before(int((losses.rows < episode.first).sum()))
     is_fitted = len(before) > 0 and loss[0] == 0 and np.median(before) < _FITTED * np.nanmax(losses.loss)
     return len(loss) >= _DEAD_RECORDS and bool((loss == loss[0]).all()) and not is_fitted

@@ -85,7 +85,7 @@ _DESCRIPTIONS = (
         columns={"Time": "seconds"},
     ),
     LogDescription(
-        "chinese_ner", "ChineseNER and its many copies: `iteration:3 step:456/652, NER loss: 3.245`, an iteration is an epoch",
+        "chinese_ner", "ChineseNER and its copies: `iteration:3 step:456/652, NER loss: 3.245`; an iteration is an epoch",
         r"\biteration:\d+ step:\d+/\d+", columns={"iteration": "epoch"},
     ),
     LogDescription(

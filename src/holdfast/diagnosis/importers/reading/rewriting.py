@@ -147,7 +147,7 @@ def _find_layout(sample: bytes) -> Rewriter | None:
         return _joiner(_BOX_ROW, _BoxRow())
     if _has_indented_records(sample):
         return _joiner(_INDENTED_PAIR, b" ")
-    if headers := _find_headers(sample):
+    if not _DEEPXDE.match(sample) and (headers := _find_headers(sample)):
         return _by_line(headers)
     if len(_DASHED.findall(sample)) >= 2 * _MIN_ROWS:
         return lambda chunks: (_DASHED.sub(rb"\1: ", chunk) for chunk in chunks)

@@ -71,7 +71,9 @@ def cut_at_run_headings(source: LogSource) -> list[LogSource]:
     first = data.lstrip().split(b"\n", 1)[0]
     is_heading = _CLOCK.search(first) is not None and _OF_RECORDS.search(first) is None and len(first) < 300
     again = re.sub(rb"\d+", rb"\\d+", re.escape(first)) if is_heading else rb"(?!)"
-    starts = sorted(match.start() for found in (_RUN_HEADING, re.compile(b"(?m)^" + again)) for match in found.finditer(data))
+    starts = sorted(
+        match.start() for found in (_RUN_HEADING, re.compile(b"(?m)^" + again)) for match in found.finditer(data)
+    )
     sections: list[tuple[int, int]] = []
     begin = broken_off = 0
     for start, end in pairwise([*starts, len(data)]) if 1 < len(starts) <= _MAX_RUNS else ():

@@ -110,7 +110,7 @@ def test_home_made_lines_are_read_as_a_person_reads_them(tmp_path, name):
 
 def test_groups_below_an_average_are_neither_records_nor_leak_out_of_the_validation(tmp_path):
     groups = [
-        f"  bird_complete95 = {k}, forest2water2 = 0  [n = 3{k}]:\tloss = {k + 1}.5  exp loss = 0.5  adjusted loss = 0.5  acc = 0.9"
+        f"  bird_complete95 = {k}, forest2water2 = 0  [n = 3{k}]:\tloss = {k + 1}.5  exp loss = 0.5  prob = 0.25   acc = 0.9"
         for k in range(3)
     ]
     lines = []
@@ -124,7 +124,7 @@ def test_groups_below_an_average_are_neither_records_nor_leak_out_of_the_validat
 
 def test_objects_of_a_graph_are_no_records(tmp_path):
     graph = "dict_items([('rewards', <tf.Tensor 'rewards:0' shape=(?, 1) dtype=float32>), ('batch_size', 64)])"
-    (table,) = read_text(tmp_path, [graph, *(f"step: {i}, reward: {v}" for i, v in enumerate(FALLING))])
+    (table,) = read_text(tmp_path, [graph, *(f"mean reward: {v}" for v in FALLING)])
     assert table.series("reward").value.tolist() == FALLING
 
 

@@ -55,7 +55,7 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _MILLISECOND_NAMES = {"step_time_ms", "dt", "dt_ms", "iter_time_ms", "ms_per_step", "time_ms"}
 EVAL_WORDS = (
-    "val|vali|valid|validate|validating|validation|vld|eval|evaluate|evaluating|evaluation|test|testing|tst|dev"
+    "val|vali|valid|validate|validating|validation|vld|eval|evaluate|evaluating|evaluation|evl|test|testing|tst|dev"
     "|held[-_]?out|holdout"
 )
 _EVAL_NAME = re.compile(

@@ -39,7 +39,7 @@ LEAD = "_lead"
 _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
 _WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
-    rb"(?:(?<![\w./\-])|(?<=---))['\"]?("
+    rb"(?:(?<![\w./\-])|(?<=---)|(?<=:\d\d))['\"]?("
     + _WORD
     + rb"(?: "
     + _WORD
@@ -196,6 +196,8 @@ def _resolve(key: bytes) -> str:
     first, _, last = full.partition(" ")
     if last.lower() in _STOP_WORDS:
         return first
+    if last and _GLUED.fullmatch(first.encode()) is not None:
+        return last
     if is_eval(first) and (is_step(last) or snake_case(last) in COARSE_STEPS):
         return last  # `test epoch: 3, loss: 0.5`: the line is an evaluation, the number is not
     if not last or is_eval(full) or is_step(full) or loss_rank(full) is not None or canonical_column(full)[0] != full:

@@ -106,7 +106,7 @@ def _seen_in_hindsight(losses: Losses) -> list[Episode]:
         if at <= 0:
             continue
         evidence = _measured(at, peak, float(noise[first]), last - first + 1, peak / at)
-        episodes.append(_episode(losses, "spike_recovered", first, last, 0.75, evidence, []))
+        episodes.append(losses.episode("spike_recovered", first, last, 0.75, evidence=evidence))
     return episodes if len(episodes) <= 2 * _COMMON_SPIKES else []
 
 
@@ -137,7 +137,7 @@ def _ends_at_higher_level(losses: Losses) -> list[Episode]:
         if near - level < 0.5 * (risen - level):
             continue  # a slow rise
         evidence = _measured(level, float(after.max()), noise, len(after), risen / level)
-        return [_episode(losses, "divergence", since + int(i), since + len(loss) - 1, 0.8, evidence, [])]
+        return [losses.episode("divergence", since + int(i), since + len(loss) - 1, 0.8, evidence=evidence)]
     return []
 
 
@@ -231,7 +231,9 @@ def nonfinite_episodes(losses: Losses) -> list[Episode]:
         return []
     groups = np.split(bad, np.flatnonzero(np.diff(bad) > _NAN_GAP) + 1)
     evidence = [{"rows": len(g), "lasts": bool(g[-1] == len(losses.loss) - 1)} for g in groups]
-    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, e, []) for g, e in zip(groups, evidence, strict=True)]
+    return [
+        losses.episode("nan", int(g[0]), int(g[-1]), 0.98, evidence=e) for g, e in zip(groups, evidence, strict=True)
+    ]
 
 
 def _restarts(losses: Losses) -> list[Note]:
@@ -310,7 +312,7 @@ def _runaway_before_nan(losses: Losses) -> list[Episode]:
         return []
     peak = float(losses.loss[high].max())
     evidence = {"level": level, "peak": peak, "ratio": peak / level, "rows": first - high[0]}
-    return [_episode(losses, "divergence", high[0], first, 0.85, evidence, [])]
+    return [losses.episode("divergence", high[0], first, 0.85, evidence=evidence)]
 
 
 def _ends_above_best(losses: Losses) -> list[Episode]:
@@ -339,7 +341,7 @@ def _ends_above_best(losses: Losses) -> list[Episode]:
     last_low = best_at + int(np.flatnonzero(rest <= level)[-1])
     first = since + last_low * stride + window // 2
     evidence = {"level": best, "peak": float(rest.max()), "ratio": last / best}
-    return [_episode(losses, "divergence", first, since + len(loss) - 1, 0.75, evidence, [])]
+    return [losses.episode("divergence", first, since + len(loss) - 1, 0.75, evidence=evidence)]
 
 
 def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
@@ -375,7 +377,7 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     ratio = peak / level if level > 0 else None
     evidence = _measured(level, peak, noise, rows, ratio)
     confidence = 0.9 if is_costly and not is_slow else 0.75
-    return _episode(losses, kind, first, max(first, end), confidence, evidence, candidate.findings)
+    return losses.episode(kind, first, max(first, end), confidence, evidence=evidence, findings=candidate.findings)
 
 
 def _stays_in_band(losses: Losses, first: int, end: int, peak: float) -> bool:
@@ -428,27 +430,6 @@ def _kind(
     if remaining - level < 0.4 * (peak - level) and remaining < 1.5 * max(abs(level), 1e-12):
         return "spike"
     return "divergence"
-
-
-def _episode(
-    losses: Losses,
-    kind: str,
-    first: int,
-    last: int,
-    confidence: float,
-    evidence: dict[str, Any],
-    findings: list[Finding],
-) -> Episode:
-    return Episode(
-        kind=kind,
-        start=float(losses.step[first]),
-        end=float(losses.step[last]),
-        first=int(losses.rows[first]),
-        last=int(losses.rows[last]),
-        confidence=confidence,
-        evidence=evidence,
-        findings=findings,
-    )
 
 
 def _merge(episodes: list[Episode]) -> list[Episode]:

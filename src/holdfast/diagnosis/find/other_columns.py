@@ -73,7 +73,7 @@ def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
     if any(e.kind in _LOSS_KINDS and e.last >= first for e in known):
         return []
     evidence = {"column": "reward", "level": float(level[best]), "extreme": float(np.median(tail)), "lasts": True}
-    return [_episode(table, "divergence", first, last, evidence)]
+    return [Episode.at_rows(table, "divergence", first, last, 0.85, evidence=evidence)]
 
 
 def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
@@ -87,7 +87,8 @@ def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
         return []
     last = said[-1]
     row = len(table) - 1 if last.step is None else _row_of(table, float(last.step))
-    return [_episode(table, kinds[last.kind], row, len(table) - 1, {"column": "", "said": last.text[:120]})]
+    evidence = {"column": "", "said": last.text[:120]}
+    return [Episode.at_rows(table, kinds[last.kind], row, len(table) - 1, 0.85, evidence=evidence)]
 
 
 def how_it_ended(table: Table) -> list[Note]:
@@ -106,7 +107,7 @@ def _nan_for_good(table: Table) -> list[Episode]:
         if len(finite) >= _MIN_RECORDS and len(values) - 1 - finite[-1] >= _MIN_RECORDS:
             first = _row_of(table, float(steps[finite[-1] + 1]))
             evidence = {"column": name, "rows": len(values) - 1 - int(finite[-1]), "lasts": True}
-            return [_episode(table, "nan", first, len(table) - 1, evidence)]
+            return [Episode.at_rows(table, "nan", first, len(table) - 1, 0.85, evidence=evidence)]
     return []
 
 
@@ -120,7 +121,7 @@ def _untrained_parts(table: Table) -> list[Episode]:
         )
         if len(values) >= _DEAD_RECORDS and not values.any() and np.any(held_out.value > 0):
             evidence = {"column": name, "held_out": float(np.median(held_out.value))}
-            return [_episode(table, "dead_run", 0, len(table) - 1, evidence)]
+            return [Episode.at_rows(table, "dead_run", 0, len(table) - 1, 0.85, evidence=evidence)]
     return []
 
 
@@ -174,8 +175,3 @@ def _reward_falls(table: Table, episode: Episode) -> bool:
 
 def _row_of(table: Table, step: float) -> int:
     return min(len(table) - 1, int(np.searchsorted(table.step, step)))
-
-
-def _episode(table: Table, kind: str, first: int, last: int, evidence: dict[str, object]) -> Episode:
-    start, end = float(table.step[first]), float(table.step[last])
-    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=0.85, evidence=evidence)

@@ -52,14 +52,5 @@ def _overlaps_any(finding: Finding, known: list[Episode]) -> bool:
 
 
 def _episode(losses: Losses, index: int, finding: Finding) -> Episode:
-    first = losses.index_of_step(finding.onset, index)
-    return Episode(
-        kind=_EPISODES[Kind(finding.kind)],
-        start=float(losses.step[first]),
-        end=float(losses.step[index]),
-        first=int(losses.rows[first]),
-        last=int(losses.rows[index]),
-        confidence=0.8,
-        evidence=dict(finding.evidence),
-        findings=[finding],
-    )
+    first, kind = losses.index_of_step(finding.onset, index), _EPISODES[Kind(finding.kind)]
+    return losses.episode(kind, first, index, 0.8, evidence=dict(finding.evidence), findings=[finding])

@@ -95,6 +95,8 @@ WRITTEN = {
     "a heading between dashes": ("{0}\n----Iteration: {1}000----\nLoss: {2} Loss_u: 1.0 Loss_v: 2.0", "step", 1000),
     "a cost in seconds": ("Epoch {1} Train, reg:0.1, mae:{2}, Cost: 71.7 sec", "epoch", 1),
     "dashes as separators": ("0000000{1}) perceptual - 53.9; warp_loss - {2:.5f}", "step", 1),
+    "a step right behind a time": ("2019-11-08 23:37:0{1}iters: {1}, loss:{2}, accuracy:0.5", "step", 1),
+    "an epoch without a gap": ("2020-04-19 - root - Epoch{1} loss = {2}", "epoch", 1),
     "an iteration that is an epoch": ("iteration:1 step:{1}/652, NER loss:{2:9.6f}", "step", 1),
 }
 

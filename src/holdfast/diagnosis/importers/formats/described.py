@@ -27,6 +27,10 @@ _DESCRIPTIONS = (
         + ") rate, (?P<seconds>" + _N + ") seconds",
         counts_within_epoch=False,
     ),
+    LogDescription(
+        "wenet", "WeNet: `TRAIN Batch 0/100 loss 5.1 loss_att 4.1 lr ...`, epoch and batch; `CV Batch` is held-out data",
+        record=r"\bTRAIN Batch (?P<epoch>\d+)/(?P<step>\d+) loss (?P<loss>" + _N + ")", evaluation=r"\b(?P<name>CV) Batch",
+    ),
     # The generic reader reads the rest. Only their names, columns and averages are known here.
     LogDescription(
         "megatron", "Megatron-LM, Megatron-DeepSpeed: `iteration N/ M | ... | lm loss: ... |`",

@@ -70,7 +70,7 @@ _REWARD_NAME = re.compile(
 )
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
 _LOSS_BY_CUSTOM = re.compile(
-    r"^(total|train|trl|learn|objf|energy|(\w+_)?(rmse|mse|mae|err|error|bce|xent|cross_entropy|smooth_?l1))$"
+    r"^(total|train|trl|learn|objf|energy|l_pix|(\w+_)?(rmse|mse|mae|err|error|bce|xent|cross_entropy|smooth_?l1))$"
 )
 _PART_BY_CUSTOM = re.compile(
     r"(^|_)(d|g|gen|disc|err_?[dg]|gan|adv|real|fake|cycle|cyc|idt|identity|l1|l2|rec|recon\w*|kl|kld|ce|box|obj|cls|dfl|mel|fm|vgg)"

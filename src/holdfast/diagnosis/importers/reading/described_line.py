@@ -55,7 +55,10 @@ _NAMING_BYTES = 256 << 10
 _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
 _LOSSES_BY_NAME = re.compile(rb"(?i)\bloss(?:es)?\b['\"]?\s{0,4}[:=]?\s{0,4}\{([^{}]*)\}")
 """`Losses {'ner': 12.3}`: each value is a loss"""
-_BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
+_BRACKETS = re.compile(
+    rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*(?:\]\s*\[|,(?=\s*\d+\]:? (?:\w+ )?loss))\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]"
+)
+"""`[1][100/500]`, and `[1, 100] loss: 2.5`"""
 _COUNTER = re.compile(
     rb"(?<![\w./:\-])(\d{1,15})\s?/\s*(\d{1,15}|\?)"
     rb"(?= \[|[\]);]| \(| \||\s+(?:batches|steps|iterations|iters|updates)\b|, loss)"
@@ -300,6 +303,8 @@ class _LineRecord:
                 if column and column not in fixed:
                     self.train[column] = found._replace(name=column, factor=self._factor(pair, column, 1.0))
                     self._see_metric(pair, column in ("loss", "ppl", "reward"), column)
+            elif is_step(name) and line[pair.end : pair.end + 1] == b"%":  # `Steps: 3%|` in front of a bar
+                self.taken.pop()
             elif is_step(name) or name == "total_timesteps":
                 is_global = snake_case(name).startswith(("global", "total"))
                 if "step" not in self.train or (is_global and not step_is_global) or self._is_fraction("step", pair):

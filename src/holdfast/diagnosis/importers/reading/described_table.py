@@ -101,7 +101,9 @@ def find_rows(value: Any, depth: int = 3) -> list[dict[str, Any]] | None:
         return objects if len(objects) * 2 > len(value) else None
     if not isinstance(value, dict) or depth == 0:
         return None
-    lists = {name: inner for name, inner in value.items() if isinstance(inner, list) and _is_numeric(inner)}
+    # pandas writes a column as an object: {"loss": {"0": 2.5, "1": 2.4}}
+    columns = {k: list(v.values()) if isinstance(v, dict) and all(map(str.isdigit, v)) else v for k, v in value.items()}
+    lists = {name: inner for name, inner in columns.items() if isinstance(inner, list) and _is_numeric(inner)}
     if lists:
         length = max(len(inner) for inner in lists.values())
         lists = {name: inner for name, inner in lists.items() if len(inner) == length}

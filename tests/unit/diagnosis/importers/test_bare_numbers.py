@@ -97,6 +97,20 @@ WRITTEN = {
     "dashes as separators": ("0000000{1}) perceptual - 53.9; warp_loss - {2:.5f}", "step", 1),
     "a step right behind a time": ("2019-11-08 23:37:0{1}iters: {1}, loss:{2}, accuracy:0.5", "step", 1),
     "an epoch without a gap": ("2020-04-19 - root - Epoch{1} loss = {2}", "epoch", 1),
+    "a bar behind its percents": (
+        "Steps:  {1}%|#  | {1}0/100 [00:10<01:00, 2.0s/it, lr=1e-5, step_loss={2}]",
+        "step",
+        10,
+    ),
+    "epoch and batch in brackets": ("[1, {1}00] loss: {2}", "step", 100),
+    "a batch of WeNet": ("DEBUG TRAIN Batch 0/{1}00 loss {2:.6f} loss_att 1.0 lr 0.001 rank 0", "step", 100),
+    "a loss of the batch": ("Epoch 1/5:  {1}%|#  | {1}0/100 [00:10<00:00, 9.5img/s, loss (batch)={2}]", "step", 10),
+    "a number before brackets": ("{1} [D loss: {2}, acc.: 50.00%]", "step", 1),
+    "a dictionary on several lines": (
+        "Step {1}00 per-step time 0.5s\n 'Loss/cls_loss': 0.1,\n 'Loss/total_loss': {2},",
+        "step",
+        100,
+    ),
     "an iteration that is an epoch": ("iteration:1 step:{1}/652, NER loss:{2:9.6f}", "step", 1),
 }
 
@@ -145,3 +159,21 @@ def test_few_rewards_without_a_step_may_be_those_of_several_policies(tmp_path):
     (table,) = read_text(tmp_path, [f"policy {'ab'[i % 2]}: avg_reward: {r}" for i, r in enumerate(rewards)])
     assert diagnose(table).verdicts == []
     assert np.array_equal(table.series("reward").value, rewards)
+
+
+@pytest.mark.parametrize("name", ["score", "Average Score"])
+def test_the_score_of_an_episode_is_its_reward_and_its_length_no_step(tmp_path, name):
+    (table,) = read_text(tmp_path, [f"{'Episode'} {i}\t{name}: {v}" for i, v in enumerate(FALLING)])
+    assert table.series("reward").value.tolist() == FALLING
+    rows = [f"{i},{v},{70 + 13 * (i % 3)}" for i, v in enumerate(FALLING)]
+    (table,) = read_text(tmp_path, [f"Episode,{name},Steps", *rows], "train_log.csv")
+    assert table.step.tolist() == list(range(60))
+
+
+def test_columns_that_pandas_writes_as_objects_are_lists(tmp_path):
+    columns = {
+        name: {str(i): v + shift for i, v in enumerate(FALLING)} for name, shift in (("loss", 0), ("val_loss", 1))
+    }
+    (table,) = read_text(tmp_path, [json.dumps(columns)], "history.json")
+    assert losses(table) == FALLING
+    assert len(table.evals["val_loss"].value) == 60

@@ -12,12 +12,13 @@ STEP_NAMES = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
     "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "iters", "num_iters",
     "training_iteration", "learning_iteration", "env_step", "up", "batch", "batch_i", "batch_id",
-    "batch_idx", "minibatch", "batches", "index",
+    "batch_idx", "minibatch", "batches", "index", "total_t",
 )  # fmt: skip
 """Names of the step column, most likely first."""
 COARSE_STEPS = {
     "epoch": "epoch", "epochs": "epoch", "e": "epoch", "ep": "epoch", "progress_tick": "tick", "tick": "tick",
-    "episode": "step", "episodes": "step", "game": "step", "round": "step", "generation": "step", "s": "step",
+    "episode": "step", "episodes": "step", "episode_num": "step", "game": "step", "round": "step", "generation": "step",
+    "s": "step",
 }  # fmt: skip
 """Columns that count the records of a log without a step, and the unit that they count."""
 
@@ -212,7 +213,9 @@ def pick_loss(names: Iterable[str]) -> str | None:
 def pick_reward(names: Iterable[str]) -> str | None:
     """Return the mean reward or return of an episode among these columns, a mean first."""
     keys = {name: snake_case(name) for name in names}
-    found = [
+    is_game = not {"episode", "episodes", "game"}.isdisjoint(keys.values())
+    found = [n for n, key in keys.items() if is_game and key == "score"]
+    found += [
         n for n, key in keys.items() if _REWARD_NAME.search(key) and not _NOT_REWARD.search(key) and not is_eval(n)
     ]
     return min(found, key=lambda n: ("rate" in keys[n], not re.search("mean|av", keys[n]), len(n)), default=None)

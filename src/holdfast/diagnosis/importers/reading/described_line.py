@@ -43,7 +43,8 @@ _PAIR = re.compile(
     + _WORD
     + rb"(?: "
     + _WORD
-    + rb")??(?: ?\((?:val\w{0,7}|dev|test|eval)\))?)(?: so far)?(?: ?\((?:ms|s|train\w{0,3})\))?['\"]?\]?"
+    + rb")??(?: ?\((?:val\w{0,7}|dev|test|eval)\))?)(?: so far)?"
+    rb"(?: ?\((?:ms|s|train\w{0,3}|batch|epoch|avg|mean)\))?['\"]?\]?"
     rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
     rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
     rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
@@ -70,7 +71,9 @@ _VALUE_AT = re.compile(
     + rb") (?:at|in|after|of|for) (?:global )?(step|iteration|iter|batch|epoch|episode) (\d{1,15}) ?[:=,]? ?"
     rb"(?:is |was )?(?=(" + _NUMBER + rb"))"
 )
-_LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|\) |(?= \w+ [\d.]+$)))")
+_LEADING = re.compile(
+    rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|\) |(?= \[[A-Za-z])|(?= \w+ [\d.]+$)))"
+)
 _EVAL_WORD = re.compile(
     rb"(?<![\w/.\-])(" + EVAL_WORDS.encode() + rb")(?:_(?:epoch|step|iter|loop|end))?(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
@@ -203,7 +206,14 @@ def _resolve(key: bytes) -> str:
         return last
     if is_eval(first) and (is_step(last) or snake_case(last) in COARSE_STEPS):
         return last  # `test epoch: 3, loss: 0.5`: the line is an evaluation, the number is not
-    if not last or is_eval(full) or is_step(full) or loss_rank(full) is not None or canonical_column(full)[0] != full:
+    if (
+        not last
+        or is_eval(full)
+        or is_step(full)
+        or loss_rank(full) is not None
+        or pick_reward([full])
+        or canonical_column(full)[0] != full
+    ):
         return full
     if is_step(last):
         return full if first.lower() in _OTHER_COUNTS else last
@@ -344,7 +354,7 @@ class _LineRecord:
 
     def _add_other(self, pair: Pair, found: Field) -> None:
         column, factor = ("grad_norm", 1.0) if pair.name == "norm" else canonical_column(pair.name)
-        if pick_reward([pair.name]) is not None:
+        if pick_reward([pair.name, *self.train]) == pair.name:
             column = "reward"
         is_loss = is_part_of_loss(pair.name) or is_perplexity(pair.name) or column == "reward"
         if column != "epoch" and (is_loss or _EVAL_METRIC.search(pair.name)):

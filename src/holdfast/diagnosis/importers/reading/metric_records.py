@@ -20,7 +20,7 @@ from holdfast.diagnosis.importers.reading.column_names import (
     is_step,
     snake_case,
 )
-from holdfast.diagnosis.importers.reading.normalize import is_one_by_one
+from holdfast.diagnosis.importers.reading.normalize import MAX_NOT_RISING, is_one_by_one, use_coarse_step
 from holdfast.diagnosis.model.table import Series, Table
 
 _NO_METRIC = {"epoch", "_runtime", "_timestamp", "timestamp", "time", "wall_time"}
@@ -135,6 +135,8 @@ class MetricRecords:
             rows, values = self.cells(name)
             if len(rows):
                 table.evals[name] = Series(filled_steps[rows], values)
+        if counts_steps and len(table) > 1 and np.mean(np.diff(table.step) <= 0) > MAX_NOT_RISING:
+            use_coarse_step(table)  # the number of steps in each episode
         if table.unit == "record":
             table.add_limit("no_step", "the records have no step; they are numbered from 0")
         if self.unreadable_rows:

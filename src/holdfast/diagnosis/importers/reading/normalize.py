@@ -19,6 +19,8 @@ from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.model.table import Table
 
 FEW_RECORDS = 20
+MAX_NOT_RISING = 0.2
+"""of a step: above this share it does not count the records"""
 _ROWS_OF_SUM, _SUM_ERROR = 3, 0.01
 
 

@@ -30,7 +30,7 @@ _BOX_ROW = re.compile(
 )
 _INDENTED_PAIR = re.compile(
     rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?"
-    rb"(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*(?:[-+]?(?:\d|nan|inf)[^\n]{0,40})?(?:\n|$))"
+    rb"(?=[ \t|>*]{1,40}['\"]?[A-Za-z][^\n:=|]{0,100}[:=][ \t]*(?:[-+]?(?:\d|nan|inf)[^\n]{0,40})?(?:\n|$))"
 )
 _CUT_RECORD = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
 _REST_OF_CUT = re.compile(rb"\n(?=[^\n|]{0,300}\|)(?![^\n]{0,300}(?:\biteration\s+\d+|(?:validation|test) loss))")

@@ -34,7 +34,7 @@ _EVEN_SHARE = 0.02
 _MERGE_ROWS = 8
 _LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
 _SHORT_ROWS, _MANY_SHORT = 3, 8
-_MIN_TAIL, _MAX_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO, _TAIL_SHARE = 100, 200_000, 15, 5, 1.35, 0.1
+_MIN_TAIL, _MAX_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO, _TAIL_SHARE = 100, 200_000, 15, 5, 1.5, 0.1
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -190,7 +190,7 @@ def _without_outliers(losses: Losses, episodes: list[Episode]) -> tuple[list[Epi
 def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
     """Return the excursions that continue the tail of a run: many of its records leap half as far.
 
-    For one or two high records, five more of the run that leap nearly as far are enough.
+    For one or two high records, five others that leap nearly as far are enough; for a few, ten that leap as far.
     """
     if not short or losses.has_negative or not _MIN_TAIL <= len(losses.loss) <= _MAX_TAIL:
         return []
@@ -199,17 +199,18 @@ def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
     with np.errstate(all="ignore"):
         leaps = np.log(loss / np.median(around, axis=1))
     leaps[~np.isfinite(leaps)] = -np.inf
-    falling = np.sort(leaps)[::-1]
-
-    def continues_tail(episode: Episode) -> bool:
-        at = np.searchsorted(losses.rows, (episode.first, episode.last + 1))
-        leap = leaps[at[0] : at[1]].max()
-        as_far = int((falling >= leap).sum())
-        is_single = at[1] - at[0] <= 2 and leap < _TAIL_RATIO * falling[as_far + _TAIL_RECORDS]
-        is_usual = at[1] - at[0] <= _TAIL_RECORDS and as_far > 2 * _TAIL_RECORDS
-        return bool(is_single or is_usual or leap < 2.0 * falling[int(_TAIL_SHARE * len(falling))])
-
-    return [episode for episode in short if continues_tail(episode)]
+    inside = [slice(*np.searchsorted(losses.rows, (episode.first, episode.last + 1))) for episode in short]
+    heights = [(leaps[rows].max(), rows.stop - rows.start) for rows in inside]
+    for rows in inside:
+        leaps[rows] = -np.inf
+    others = np.sort(leaps)[::-1]
+    usual = []
+    for episode, (leap, rows) in zip(short, heights, strict=True):
+        is_single = rows <= 2 and leap < _TAIL_RATIO * others[(others >= leap).sum() + _TAIL_RECORDS]
+        is_tail = rows <= _TAIL_RECORDS and leap <= others[2 * _TAIL_RECORDS]
+        if is_single or is_tail or leap < 2.0 * others[int(_TAIL_SHARE * len(others))]:
+            usual.append(episode)
+    return usual
 
 
 def _begins_inside(episode: Episode, other: Episode) -> bool:

@@ -39,7 +39,7 @@ LEAD = "_lead"
 _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
 _WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
-    rb"(?:(?<![\w./\-])|(?<=---)|(?<=:\d\d))['\"]?("
+    rb"(?:(?<![\w./\-])|(?<=---)|(?<=\d:\d\d))['\"]?("
     + _WORD
     + rb"(?: "
     + _WORD

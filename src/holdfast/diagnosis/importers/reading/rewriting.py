@@ -339,7 +339,8 @@ def _name_columns(sample: bytes, *, in_text: bool = False) -> list[bytes]:
         held_out = [b"val_loss_%d" % i if i in parts else b"metric_%d" % i for i in range(width - 1 - len(parts))]
         return [b"step", *(b"loss_%d" % i for i in parts), *held_out]
     values = np.array([[parse_number(cell.split(b"/")[0].rstrip(b"GMk")) or 0.0 for cell in row] for row in lines])
-    sums = np.cumsum(values, axis=1)
+    with np.errstate(all="ignore"):
+        sums = np.cumsum(values, axis=1)
     if (np.diff(values[:, 0]) <= 0).mean() > 0.1:
         is_sum = width > 2 and np.allclose(2.0 * values[:, 0], sums[:, -1], rtol=1e-3)
         return [b"loss", *(b"part_%d" % i for i in range(1, width))] if is_sum and not in_text else []

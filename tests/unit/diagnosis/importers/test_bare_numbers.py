@@ -55,6 +55,8 @@ def test_a_table_with_one_metric_in_each_row_has_a_column_for_each(tmp_path):
     (table,) = read_text(tmp_path, ["Run,metric,step,value", *rows], "export.csv")
     assert losses(table) == FALLING
     assert table.step.tolist() == [i * 10.0 for i in range(60)]
+    (summary,) = read_text(tmp_path, ["metric,value", "loss,0.5", "acc,0.9", "f1,0.8"], "results.csv")
+    assert not diagnose(summary).is_judged
 
 
 @pytest.mark.parametrize("form", ["tensor({0}, device='cuda:0', grad_fn=<NllLossBackward0>)", "np.float64({0})"])

@@ -10,7 +10,13 @@ import numpy as np
 
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers.reading.column_blocks import MAX_COLUMNS
-from holdfast.diagnosis.importers.reading.column_names import ColumnRoles, canonical_column, is_step, loss_rank
+from holdfast.diagnosis.importers.reading.column_names import (
+    ColumnRoles,
+    canonical_column,
+    is_step,
+    loss_rank,
+    pick_step,
+)
 from holdfast.diagnosis.importers.reading.log_source import LogSource, decode
 from holdfast.diagnosis.importers.reading.metric_records import MetricRecords, to_float
 from holdfast.diagnosis.importers.reading.normalize import add_source_limits
@@ -143,10 +149,10 @@ def read_csv_records(source: LogSource, format_name: str, mapping: Mapping[str, 
 
 
 def _long_columns(names: list[str]) -> tuple[int | None, int]:
-    """Return the positions of a metric's name and of its value in a table with one metric a row."""
+    """Return the positions of a metric's name and of its value in a table with one metric and a step in each row."""
     lower = [name.lower() for name in names]
     key = next((lower.index(name) for name in ("metric", "key", "tag", "metric_name") if name in lower), None)
-    return (key, lower.index("value")) if "value" in lower else (None, 0)
+    return (key, lower.index("value")) if "value" in lower and any(map(is_step, names)) else (None, 0)
 
 
 def _columns_to_keep(names: list[str], mapping: Mapping[str, str] | None) -> list[int]:

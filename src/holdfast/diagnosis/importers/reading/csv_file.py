@@ -10,13 +10,7 @@ import numpy as np
 
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers.reading.column_blocks import MAX_COLUMNS
-from holdfast.diagnosis.importers.reading.column_names import (
-    ColumnRoles,
-    canonical_column,
-    is_step,
-    loss_rank,
-    pick_step,
-)
+from holdfast.diagnosis.importers.reading.column_names import ColumnRoles, canonical_column, is_step, loss_rank
 from holdfast.diagnosis.importers.reading.log_source import LogSource, decode
 from holdfast.diagnosis.importers.reading.metric_records import MetricRecords, to_float
 from holdfast.diagnosis.importers.reading.normalize import add_source_limits

@@ -297,6 +297,26 @@ def test_many_single_high_records_are_the_noise_of_batches_and_one_is_a_spike():
     assert found(changed((301, 9.0))) == [("spike_recovered", 301.0, 301.0)]
 
 
+def test_leaps_no_farther_than_the_tail_of_the_run_are_noise_and_one_beyond_it_is_a_spike():
+    loss = np.exp(np.random.default_rng(8).standard_t(8, 4 * N) - 5.0)
+    assert found(loss) == []
+    tail = 1.0 + 0.1 * np.abs(np.random.default_rng(4).standard_t(3, N))
+    tail[300] = 40.0
+    assert found(tail) == [("spike_recovered", 300.0, 300.0)]
+
+
+def test_restarts_of_growing_length_are_a_note():
+    def restarted(places):
+        loss = np.full(2000, 0.0)
+        for first, last in zip([0, *places], [*places, 2000], strict=True):
+            loss[first:last] = 0.1 + fade(last - first, 2.0, 20.0)
+        return loss + noise(0.002, 8, 2000)
+
+    made, made_notes = episodes.find(table(loss=restarted([100, 300, 700, 1500])))
+    assert made == [] and "planned_reset" in [note.kind for note in made_notes]
+    assert len(found(restarted([100, 480, 700, 1500]))) == 4
+
+
 def test_a_rise_by_an_eighth_that_returns_is_none_however_quiet_the_log():
     quiet = np.round(0.0073 + noise(0.00005, 6), 4)
     quiet[300:305] = [0.0078, 0.0083, 0.0080, 0.0079, 0.0077]

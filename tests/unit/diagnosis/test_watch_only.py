@@ -28,6 +28,10 @@ def test_a_loss_of_zero_to_the_end_is_a_dead_run_to_the_end():
     assert found(np.r_[baseline(300), np.zeros(300)])[0] == [("dead_run", 300, 599)]
 
 
+def test_a_loss_that_comes_down_to_zero_is_fitted_and_not_dead():
+    assert found(np.round(2.0 * np.exp(-np.arange(N) / 20.0), 3))[0] == []
+
+
 def test_a_loss_that_never_changes_is_a_dead_run():
     ((kind, start, end),) = found(np.full(N, 6.931), grad_norm=np.full(N, 0.5))[0]
     assert (kind, end) == ("dead_run", 599)

@@ -34,6 +34,7 @@ _EVEN_SHARE = 0.02
 _MERGE_ROWS = 8
 _LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
 _SHORT_ROWS, _MANY_SHORT = 3, 8
+_MIN_TAIL, _MAX_TAIL, _TAIL_REACH, _TAIL_RECORDS, _TAIL_RATIO, _TAIL_SHARE = 100, 200_000, 15, 5, 1.5, 0.1
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -71,7 +72,7 @@ def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
         if not any(_overlap(other, episode) for other in episodes if other.kind in _DIVERGENCES):
             episodes.append(episode)
     episodes, planned = _without_planned(losses, _merge(episodes))
-    episodes, noise = _without_outliers(episodes)
+    episodes, noise = _without_outliers(losses, episodes)
     return episodes, [*planned, *noise, *_restarts(losses)]
 
 
@@ -105,7 +106,7 @@ def _seen_in_hindsight(losses: Losses) -> list[Episode]:
         if at <= 0:
             continue
         evidence = _measured(at, peak, float(noise[first]), last - first + 1, peak / at)
-        episodes.append(_episode(losses, "spike_recovered", first, last, 0.75, evidence, []))
+        episodes.append(losses.episode("spike_recovered", first, last, 0.75, evidence=evidence))
     return episodes if len(episodes) <= 2 * _COMMON_SPIKES else []
 
 
@@ -136,7 +137,7 @@ def _ends_at_higher_level(losses: Losses) -> list[Episode]:
         if near - level < 0.5 * (risen - level):
             continue  # a slow rise
         evidence = _measured(level, float(after.max()), noise, len(after), risen / level)
-        return [_episode(losses, "divergence", since + int(i), since + len(loss) - 1, 0.8, evidence, [])]
+        return [losses.episode("divergence", since + int(i), since + len(loss) - 1, 0.8, evidence=evidence)]
     return []
 
 
@@ -153,29 +154,63 @@ def _without_planned(losses: Losses, episodes: list[Episode]) -> tuple[list[Epis
     spikes = [episode for episode in episodes if episode.kind == "spike_recovered"]
     starts = np.array([episode.start for episode in spikes])
     distances = np.diff(starts)
-    if len(spikes) < 3 or (np.abs(distances - np.median(distances)) > _EVEN_SHARE * np.median(distances)).any():
+    if len(spikes) < 3 or distances.min() < 5 * losses.table.step_interval():
         return episodes, []
-    every = float(np.median(distances))
-    if every < 5 * losses.table.step_interval():
-        return episodes, []
-    text = (
-        f"the loss jumps {len(spikes)} times, every {every:g} steps, and returns each time: a planned reset or restart"
-    )
+    every = f"every {float(np.median(distances)):g} steps"
+    if not _is_even(distances):
+        if len(spikes) < 4 or not _is_even(distances[1:] / distances[:-1]):  # cosine restarts, each period a multiple
+            return episodes, []
+        every = "at distances that grow by a constant factor"
+    text = f"the loss jumps {len(spikes)} times, {every}, and returns each time: a planned reset or restart"
     note = Note(kind="planned_reset", start=spikes[0].start, end=spikes[-1].end, text=text)
     return [episode for episode in episodes if episode not in spikes], [note]
 
 
-def _without_outliers(episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
-    """Turn many single high records into a note: they are the noise of its batches, and so is what is no higher."""
+def _is_even(values: Floats) -> bool:
+    return bool((np.abs(values - np.median(values)) <= _EVEN_SHARE * np.median(values)).all())
+
+
+def _without_outliers(losses: Losses, episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Turn single high records into a note if the run has many, or others nearly as high: they are its noise."""
     spikes = [e for e in episodes if e.kind == "spike_recovered"]
     short = [e for e in spikes if e.last - e.first < _SHORT_ROWS]
     if len(short) < _MANY_SHORT:
+        usual = _in_the_tail(losses, [e for e in spikes if e.last - e.first < _MERGE_ROWS])
+    else:
+        highest = max(e.evidence["peak"] for e in short)
+        usual = [e for e in spikes if e.last - e.first < _LONG_ROWS and e.evidence["peak"] < 1.5 * highest]
+    if not usual:
         return episodes, []
-    highest = max(e.evidence["peak"] for e in short)
-    usual = [e for e in spikes if e.last - e.first < _LONG_ROWS and e.evidence["peak"] < 1.5 * highest]
+    highest = max(e.evidence["peak"] for e in usual)
     text = f"{len(usual)} times a few records are high, up to {highest:.4g}, and the next are not: the noise of batches"
     note = Note(kind="outliers", start=usual[0].start, end=usual[-1].end, text=text)
     return [e for e in episodes if e not in usual], [note]
+
+
+def _in_the_tail(losses: Losses, short: list[Episode]) -> list[Episode]:
+    """Return the excursions that continue the tail of a run: many of its records leap half as far.
+
+    For one or two high records, five others that leap nearly as far are enough; for a few, ten that leap as far.
+    """
+    if not short or losses.has_negative or not _MIN_TAIL <= len(losses.loss) <= _MAX_TAIL:
+        return []
+    loss = np.where(losses.finite, losses.loss, np.inf)
+    around = np.lib.stride_tricks.sliding_window_view(np.pad(loss, _TAIL_REACH, "reflect"), 2 * _TAIL_REACH + 1)
+    with np.errstate(all="ignore"):
+        leaps = np.log(loss / np.median(around, axis=1))
+    leaps[~np.isfinite(leaps)] = -np.inf
+    inside = [slice(*np.searchsorted(losses.rows, (episode.first, episode.last + 1))) for episode in short]
+    heights = [(leaps[rows].max(), rows.stop - rows.start) for rows in inside]
+    for rows in inside:
+        leaps[rows] = -np.inf
+    others = np.sort(leaps)[::-1]
+    usual = []
+    for episode, (leap, rows) in zip(short, heights, strict=True):
+        is_single = rows <= 2 and leap < _TAIL_RATIO * others[(others >= leap).sum() + _TAIL_RECORDS]
+        is_tail = rows <= _TAIL_RECORDS and leap <= others[2 * _TAIL_RECORDS]
+        if is_single or is_tail or leap < 2.0 * others[int(_TAIL_SHARE * len(others))]:
+            usual.append(episode)
+    return usual
 
 
 def _begins_inside(episode: Episode, other: Episode) -> bool:
@@ -197,7 +232,9 @@ def nonfinite_episodes(losses: Losses) -> list[Episode]:
         return []
     groups = np.split(bad, np.flatnonzero(np.diff(bad) > _NAN_GAP) + 1)
     evidence = [{"rows": len(g), "lasts": bool(g[-1] == len(losses.loss) - 1)} for g in groups]
-    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, e, []) for g, e in zip(groups, evidence, strict=True)]
+    return [
+        losses.episode("nan", int(g[0]), int(g[-1]), 0.98, evidence=e) for g, e in zip(groups, evidence, strict=True)
+    ]
 
 
 def _restarts(losses: Losses) -> list[Note]:
@@ -276,7 +313,7 @@ def _runaway_before_nan(losses: Losses) -> list[Episode]:
         return []
     peak = float(losses.loss[high].max())
     evidence = {"level": level, "peak": peak, "ratio": peak / level, "rows": first - high[0]}
-    return [_episode(losses, "divergence", high[0], first, 0.85, evidence, [])]
+    return [losses.episode("divergence", high[0], first, 0.85, evidence=evidence)]
 
 
 def _ends_above_best(losses: Losses) -> list[Episode]:
@@ -305,7 +342,7 @@ def _ends_above_best(losses: Losses) -> list[Episode]:
     last_low = best_at + int(np.flatnonzero(rest <= level)[-1])
     first = since + last_low * stride + window // 2
     evidence = {"level": best, "peak": float(rest.max()), "ratio": last / best}
-    return [_episode(losses, "divergence", first, since + len(loss) - 1, 0.75, evidence, [])]
+    return [losses.episode("divergence", first, since + len(loss) - 1, 0.75, evidence=evidence)]
 
 
 def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
@@ -341,7 +378,7 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     ratio = peak / level if level > 0 else None
     evidence = _measured(level, peak, noise, rows, ratio)
     confidence = 0.9 if is_costly and not is_slow else 0.75
-    return _episode(losses, kind, first, max(first, end), confidence, evidence, candidate.findings)
+    return losses.episode(kind, first, max(first, end), confidence, evidence=evidence, findings=candidate.findings)
 
 
 def _stays_in_band(losses: Losses, first: int, end: int, peak: float) -> bool:
@@ -394,27 +431,6 @@ def _kind(
     if remaining - level < 0.4 * (peak - level) and remaining < 1.5 * max(abs(level), 1e-12):
         return "spike"
     return "divergence"
-
-
-def _episode(
-    losses: Losses,
-    kind: str,
-    first: int,
-    last: int,
-    confidence: float,
-    evidence: dict[str, Any],
-    findings: list[Finding],
-) -> Episode:
-    return Episode(
-        kind=kind,
-        start=float(losses.step[first]),
-        end=float(losses.step[last]),
-        first=int(losses.rows[first]),
-        last=int(losses.rows[last]),
-        confidence=confidence,
-        evidence=evidence,
-        findings=findings,
-    )
 
 
 def _merge(episodes: list[Episode]) -> list[Episode]:

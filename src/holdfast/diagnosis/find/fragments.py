@@ -89,14 +89,6 @@ def _episode(losses: Losses, finite: Indices, loss: Floats, at: int, level: floa
     low = np.flatnonzero(loss[at + 1 :] <= 1.15 * level) + 1
     last = at + int(low[0]) - 1 if len(low) else len(loss) - 1
     kind = "spike_recovered" if len(low) else "divergence" if len(loss) - at >= 3 else "spike"
-    first_row, last_row = int(losses.rows[finite[at]]), int(losses.rows[finite[last]])
     peak = float(loss[at : last + 1].max())
-    return Episode(
-        kind=kind,
-        start=float(losses.table.step[first_row]),
-        end=float(losses.table.step[last_row]),
-        first=first_row,
-        last=last_row,
-        confidence=0.7,
-        evidence={"level": level, "peak": peak, "ratio": peak / level, "rows": last - at + 1, "signals": signals},
-    )
+    evidence = {"level": level, "peak": peak, "ratio": peak / level, "rows": last - at + 1, "signals": signals}
+    return losses.episode(kind, int(finite[at]), int(finite[last]), 0.7, evidence=evidence)

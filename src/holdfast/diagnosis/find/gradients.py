@@ -125,5 +125,4 @@ def _episode(
     table: Table, rows: np.ndarray, kind: str, group: np.ndarray, confidence: float, evidence: dict[str, Any]
 ) -> Episode:
     first, last = int(rows[group[0]]), int(rows[group[-1]])
-    start, end = float(table.step[first]), float(table.step[last])
-    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence, evidence=evidence)
+    return Episode.at_rows(table, kind, first, last, confidence, evidence=evidence)

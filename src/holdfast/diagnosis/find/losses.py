@@ -9,7 +9,7 @@ run) are searched in medians of a few records.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from holdfast.core.detectors import build
 from holdfast.core.detectors.baseline import NORMAL_TAIL
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.core.detectors.scan import LogRows, find_shifts, scan
+from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
 
 Floats = NDArray[np.float64]
@@ -134,6 +135,10 @@ class Losses:
         """Return the finite losses just before an index, since the last shift."""
         part = self.loss[max(self.since_shift(index), index - RECORDS_BEFORE) : index]
         return part[np.isfinite(part)]
+
+    def episode(self, kind: str, first: int, last: int, confidence: float, **more: Any) -> Episode:
+        """Return the episode from one index to another."""
+        return Episode.at_rows(self.table, kind, int(self.rows[first]), int(self.rows[last]), confidence, **more)
 
     def index_of_step(self, step: float, before: int) -> int:
         """Return the index of a step, searched between the last shift and index `before`."""

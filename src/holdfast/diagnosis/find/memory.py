@@ -81,13 +81,8 @@ def find(table: Table, leak: Thresholds, fragmentation: Thresholds) -> list[Epis
     if events := oom_events(table):
         step = events[0].step if events[0].step is not None else float(table.step[-1])
         row = max(0, int(np.searchsorted(table.step, step, "right")) - 1)
-        return [_episode(table, "oom", first if leaks or fragments else row, row, 0.95)]
+        return [Episode.at_rows(table, "oom", first if leaks or fragments else row, row, 0.95)]
     if leaks:
         # A peak column never falls unless it is reset, so alone it is weaker evidence.
-        return [_episode(table, "memory_leak", first, last, 0.85 if name == "memory_allocated" else 0.6)]
-    return [_episode(table, "fragmentation", first, last, 0.75)] if fragments else []
-
-
-def _episode(table: Table, kind: str, first: int, last: int, confidence: float) -> Episode:
-    start, end = float(table.step[first]), float(table.step[last])
-    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence)
+        return [Episode.at_rows(table, "memory_leak", first, last, 0.85 if name == "memory_allocated" else 0.6)]
+    return [Episode.at_rows(table, "fragmentation", first, last, 0.75)] if fragments else []

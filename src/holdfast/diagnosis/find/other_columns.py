@@ -13,7 +13,8 @@ from holdfast.diagnosis.model.table import Series, Table
 _MIN_RECORDS = 3
 _DEAD_RECORDS = 20
 _REWARD_BEFORE, _REWARD_AFTER, _REWARD_NOISE = 15, 10, 3.0
-_REWARD_BLOCKS, _MIN_REWARD_BLOCKS = 60, 10
+_REWARD_BLOCKS, _MIN_REWARD_BLOCKS, _FEW_REWARDS = 60, 10, 100
+"""so few rewards without a step may be those of several policies"""
 
 
 def _named(words: str) -> re.Pattern[str]:
@@ -48,7 +49,7 @@ def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
     rows = np.flatnonzero(table.present["reward"] & np.isfinite(table.columns["reward"]))
     size = max(3, len(rows) // _REWARD_BLOCKS)
     count = len(rows) // size
-    if count < _MIN_REWARD_BLOCKS:
+    if count < _MIN_REWARD_BLOCKS or (table.unit == "record" and len(rows) < _FEW_REWARDS):
         return []
     rows = rows[len(rows) - count * size :]
     blocks = table.columns["reward"][rows].reshape(count, size)
@@ -72,7 +73,7 @@ def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
     if any(e.kind in _LOSS_KINDS and e.last >= first for e in known):
         return []
     evidence = {"column": "reward", "level": float(level[best]), "extreme": float(np.median(tail)), "lasts": True}
-    return [_episode(table, "divergence", first, last, evidence)]
+    return [Episode.at_rows(table, "divergence", first, last, 0.85, evidence=evidence)]
 
 
 def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
@@ -86,7 +87,8 @@ def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
         return []
     last = said[-1]
     row = len(table) - 1 if last.step is None else _row_of(table, float(last.step))
-    return [_episode(table, kinds[last.kind], row, len(table) - 1, {"column": "", "said": last.text[:120]})]
+    evidence = {"column": "", "said": last.text[:120]}
+    return [Episode.at_rows(table, kinds[last.kind], row, len(table) - 1, 0.85, evidence=evidence)]
 
 
 def how_it_ended(table: Table) -> list[Note]:
@@ -105,7 +107,7 @@ def _nan_for_good(table: Table) -> list[Episode]:
         if len(finite) >= _MIN_RECORDS and len(values) - 1 - finite[-1] >= _MIN_RECORDS:
             first = _row_of(table, float(steps[finite[-1] + 1]))
             evidence = {"column": name, "rows": len(values) - 1 - int(finite[-1]), "lasts": True}
-            return [_episode(table, "nan", first, len(table) - 1, evidence)]
+            return [Episode.at_rows(table, "nan", first, len(table) - 1, 0.85, evidence=evidence)]
     return []
 
 
@@ -119,7 +121,7 @@ def _untrained_parts(table: Table) -> list[Episode]:
         )
         if len(values) >= _DEAD_RECORDS and not values.any() and np.any(held_out.value > 0):
             evidence = {"column": name, "held_out": float(np.median(held_out.value))}
-            return [_episode(table, "dead_run", 0, len(table) - 1, evidence)]
+            return [Episode.at_rows(table, "dead_run", 0, len(table) - 1, 0.85, evidence=evidence)]
     return []
 
 
@@ -133,7 +135,7 @@ def without_unrewarded(table: Table, episodes: list[Episode]) -> tuple[list[Epis
         return episodes, []
     kept, notes = [], []
     for episode in episodes:
-        if episode.kind not in _LOSS_KINDS or (_reward_falls(table, episode) and not _is_common(table, episode)):
+        if episode.kind not in _LOSS_KINDS or _reward_falls(table, episode):
             kept.append(episode)
             continue
         text = "the loss rises, the reward does not fall with it: no incident in reinforcement learning"
@@ -171,20 +173,5 @@ def _reward_falls(table: Table, episode: Episode) -> bool:
     return level - lowest > max(_REWARD_NOISE * spread, 0.1 * abs(level), 0.01 * float(np.ptp(everything)))
 
 
-def _is_common(table: Table, episode: Episode) -> bool:
-    """Return whether the run has many records as high: such losses are normal for its batches."""
-    peak = float(window.finite_during(table, episode, "loss").max(initial=0.0))
-    reach = 20 * _REWARD_BEFORE
-    later = window.finite(table, "loss", episode.last + 1, episode.last + 1 + reach)
-    others = np.append(window.before(table, episode, "loss", reach), later)
-    level = float(episode.evidence.get("level") or 0.0)
-    return int((others > level + 0.5 * (peak - level)).sum()) > max(5, 0.01 * len(others))
-
-
 def _row_of(table: Table, step: float) -> int:
     return min(len(table) - 1, int(np.searchsorted(table.step, step)))
-
-
-def _episode(table: Table, kind: str, first: int, last: int, evidence: dict[str, object]) -> Episode:
-    start, end = float(table.step[first]), float(table.step[last])
-    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=0.85, evidence=evidence)

@@ -53,7 +53,7 @@ def find(table: Table, drop: Thresholds, straggler: Thresholds) -> list[Episode]
     slow = find_slow_rank(table, straggler)
     if slow is not None:
         evidence = {"rank": slow.rank, "ratio": slow.ratio}
-        episodes.append(_episode(table, "straggler", 0, len(table) - 1, 0.8, evidence))
+        episodes.append(Episode.at_rows(table, "straggler", 0, len(table) - 1, 0.8, evidence=evidence))
     return episodes
 
 
@@ -82,13 +82,8 @@ def _find_drop(table: Table, times: StepTimes, t: Thresholds) -> list[Episode]:
         now = float(np.median(rest[:length]))
         confidence = 0.85 if length * block >= 2 * stays else 0.7
         evidence = {"before": was, "after": now, "ratio": now / was}
-        return [_episode(table, "throughput_drop", first, last, confidence, evidence)]
+        return [Episode.at_rows(table, "throughput_drop", first, last, confidence, evidence=evidence)]
     return []
-
-
-def _episode(table: Table, kind: str, first: int, last: int, confidence: float, evidence: dict[str, float]) -> Episode:
-    start, end = float(table.step[first]), float(table.step[last])
-    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence, evidence=evidence)
 
 
 def rank_columns(table: Table) -> dict[int, str]:

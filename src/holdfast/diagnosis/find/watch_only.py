@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from holdfast.core.base.types import Finding, Kind
 from holdfast.diagnosis.find.losses import Losses
 from holdfast.diagnosis.model.episode import Episode, Note
 
 _EPISODES = {Kind.DEAD_RUN: "dead_run", Kind.SCALE_COLLAPSE: "scale_collapse"}
 _DEAD_RECORDS = 100
+_FITTED = 0.05
 _NOTES = (Kind.PLATEAU, Kind.LR_JUMP, Kind.LR_FROZEN, Kind.SCALE_STUCK, Kind.WEIGHT_NORM, Kind.DUPLICATE_BATCH)
 
 
@@ -38,9 +41,10 @@ def _in_unit(message: str, unit: str) -> str:
 
 
 def _stays_constant(losses: Losses, episode: Episode) -> bool:
-    """Return whether the loss is constant to the end: a hinge loss can be zero for a while."""
-    loss = losses.loss[losses.rows >= episode.first]
-    return len(loss) >= _DEAD_RECORDS and bool((loss == loss[0]).all())
+    """Return whether the loss is constant to the end: a hinge loss can be 0 for a while, and a loss can be fitted to 0."""
+    loss, before = losses.loss[losses.rows >= episode.first], losses.before(int((losses.rows < episode.first).sum()))
+    is_fitted = len(before) > 0 and loss[0] == 0 and np.median(before) < _FITTED * np.nanmax(losses.loss)
+    return len(loss) >= _DEAD_RECORDS and bool((loss == loss[0]).all()) and not is_fitted
 
 
 def _overlaps_any(finding: Finding, known: list[Episode]) -> bool:
@@ -48,14 +52,5 @@ def _overlaps_any(finding: Finding, known: list[Episode]) -> bool:
 
 
 def _episode(losses: Losses, index: int, finding: Finding) -> Episode:
-    first = losses.index_of_step(finding.onset, index)
-    return Episode(
-        kind=_EPISODES[Kind(finding.kind)],
-        start=float(losses.step[first]),
-        end=float(losses.step[index]),
-        first=int(losses.rows[first]),
-        last=int(losses.rows[index]),
-        confidence=0.8,
-        evidence=dict(finding.evidence),
-        findings=[finding],
-    )
+    first, kind = losses.index_of_step(finding.onset, index), _EPISODES[Kind(finding.kind)]
+    return losses.episode(kind, first, index, 0.8, evidence=dict(finding.evidence), findings=[finding])

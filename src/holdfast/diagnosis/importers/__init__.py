@@ -127,10 +127,10 @@ def _read_file(path: Path, mapping: Mapped, format: str | None) -> list[Table]:
 
 def _read_headed_runs(source: LogSource, path: Path, mapping: Mapped, format: str | None) -> list[Table]:
     """Return the runs of a file with a heading before each; none if one continues the one before."""
-    try:
-        tables = [_read_source(part, path, mapping, format)[0] for part in cut_at_run_headings(source)]
-    except LogRefused:
-        return []
+    tables: list[Table] = []
+    for part in cut_at_run_headings(source):
+        with contextlib.suppress(LogRefused):
+            tables.append(_read_source(part, path, mapping, format)[0])
     return number_runs(tables) if tables and begin_alike(tables) else []
 
 
@@ -172,7 +172,7 @@ def _detect_file_format(source: LogSource, mapping: Mapped) -> str:
         return _table_format(JSON_VALUE, [])
     if objects := sample_objects(sample):
         return _table_format(JSON_LINES, list(dict.fromkeys(name for row in objects for name in row)))
-    if header := detect_header(sample):
+    if header := detect_header(sample, source.path.stem):
         return wandb_csv.NAME if wandb_csv.looks_like(header) else _table_format(CSV, header)
     return _detect_text_format(source, sample, mapping)
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.base.types import Finding
+from holdfast.diagnosis.model.table import Table
 
 CURVE_KINDS = {
     "nan": "the loss is NaN or Inf",
@@ -44,6 +45,11 @@ class Episode(msgspec.Struct, kw_only=True):
     confidence: float
     evidence: dict[str, Any] = {}
     findings: list[Finding] = []
+
+    @classmethod
+    def at_rows(cls, table: Table, kind: str, first: int, last: int, confidence: float, **more: Any) -> Episode:
+        start, end = float(table.step[first]), float(table.step[last])
+        return cls(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence, **more)
 
 
 class Note(msgspec.Struct, kw_only=True):

@@ -27,6 +27,10 @@ _DESCRIPTIONS = (
         + ") rate, (?P<seconds>" + _N + ") seconds",
         counts_within_epoch=False,
     ),
+    LogDescription(
+        "wenet", "WeNet: `TRAIN Batch 0/100 loss 5.1 loss_att 4.1 lr ...`, epoch and batch; `CV Batch` is held-out data",
+        record=r"\bTRAIN Batch (?P<epoch>\d+)/(?P<step>\d+) loss (?P<loss>" + _N + ")", evaluation=r"\b(?P<name>CV) Batch",
+    ),
     # The generic reader reads the rest. Only their names, columns and averages are known here.
     LogDescription(
         "megatron", "Megatron-LM, Megatron-DeepSpeed: `iteration N/ M | ... | lm loss: ... |`",
@@ -83,6 +87,10 @@ _DESCRIPTIONS = (
     LogDescription(
         "mlperf", "MLPerf logs (`:::MLL`) with the consoles of GNMT and Mask R-CNN", r":::MLL|\bTRAIN \[\d+\]\[",
         columns={"Time": "seconds"},
+    ),
+    LogDescription(
+        "chinese_ner", "ChineseNER and its copies: `iteration:3 step:456/652, NER loss: 3.245`; an iteration is an epoch",
+        r"\biteration:\d+ step:\d+/\d+", columns={"iteration": "epoch"},
     ),
     LogDescription(
         "dl4j", "Deeplearning4j: `Score at iteration 100 is 1.39`", r"Score at iteration \d+ is ", columns={"Score": "loss"}

@@ -12,12 +12,13 @@ STEP_NAMES = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
     "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "iters", "num_iters",
     "training_iteration", "learning_iteration", "env_step", "up", "batch", "batch_i", "batch_id",
-    "batch_idx", "minibatch", "batches", "index",
+    "batch_idx", "minibatch", "batches", "index", "total_t",
 )  # fmt: skip
 """Names of the step column, most likely first."""
 COARSE_STEPS = {
     "epoch": "epoch", "epochs": "epoch", "e": "epoch", "ep": "epoch", "progress_tick": "tick", "tick": "tick",
-    "episode": "step", "episodes": "step", "game": "step", "round": "step", "generation": "step", "s": "step",
+    "episode": "step", "episodes": "step", "episode_num": "step", "game": "step", "round": "step", "generation": "step",
+    "s": "step",
 }  # fmt: skip
 """Columns that count the records of a log without a step, and the unit that they count."""
 
@@ -55,7 +56,7 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _MILLISECOND_NAMES = {"step_time_ms", "dt", "dt_ms", "iter_time_ms", "ms_per_step", "time_ms"}
 EVAL_WORDS = (
-    "val|vali|valid|validate|validating|validation|vld|eval|evaluate|evaluating|evaluation|test|testing|tst|dev"
+    "val|vali|valid|validate|validating|validation|vld|eval|evaluate|evaluating|evaluation|evl|test|testing|tst|dev"
     "|held[-_]?out|holdout"
 )
 _EVAL_NAME = re.compile(
@@ -70,7 +71,7 @@ _REWARD_NAME = re.compile(
 )
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
 _LOSS_BY_CUSTOM = re.compile(
-    r"^(total|train|trl|learn|objf|energy|(\w+_)?(rmse|mse|mae|err|error|bce|xent|cross_entropy|smooth_?l1))$"
+    r"^(total|train|trl|learn|objf|energy|l_pix|(\w+_)?(rmse|mse|mae|err|error|bce|xent|cross_entropy|smooth_?l1))$"
 )
 _PART_BY_CUSTOM = re.compile(
     r"(^|_)(d|g|gen|disc|err_?[dg]|gan|adv|real|fake|cycle|cyc|idt|identity|l1|l2|rec|recon\w*|kl|kld|ce|box|obj|cls|dfl|mel|fm|vgg)"
@@ -86,6 +87,7 @@ _RATIO_OF_LOSS = re.compile(
 _TRAIN_AFFIX = re.compile(
     r"^(train|training|trainer|trn|tra|tr)_(?=.)|^(train|trn|tr)(?=loss)|^metrics_train_|_(train|training|trn)$"
 )
+_COUNTER_PATH = re.compile(r"^(?:train|trainer|training|total|progress|counters?)[/.]", re.I)
 _HUMP = re.compile(r"(?<=[a-z\d])(?=[A-Z])")
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
 
@@ -119,7 +121,7 @@ def lettered_names(names: Iterable[str]) -> dict[str, str]:
     beside = {name for name, key in keys.items() if key.startswith("v_") and key[2:] in keys.values()}
     if len(beside) >= _MIN_BESIDE:
         return {name: f"val_{name[2:]}" for name in beside}
-    if any(_POLICY.search(key) for key in keys.values()):
+    if any(_POLICY.search(key) or re.search("^loss_[a-su]$", key) for key in keys.values()):
         return {}
     trained = {metric for letter, metric in found.values() if letter[:1] in ("", "t") and letter != "te"}
     held_out = {metric for letter, metric in found.values() if letter[:1] == "v" or letter == "te"} & trained
@@ -130,9 +132,13 @@ def lettered_names(names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def _step_key(name: str) -> str:
+    """Return the name of a step without the part of the program that counts it: `total/steps`, `train_step`."""
+    return snake_case(_COUNTER_PATH.sub("", name)).removeprefix("train_")
+
+
 def is_step(name: str) -> bool:
-    key = snake_case(name)
-    return key in STEP_NAMES or key.removeprefix("train_") in STEP_NAMES or name == "_step"
+    return snake_case(name) in STEP_NAMES or _step_key(name) in STEP_NAMES
 
 
 @lru_cache(maxsize=4096)
@@ -207,18 +213,19 @@ def pick_loss(names: Iterable[str]) -> str | None:
 def pick_reward(names: Iterable[str]) -> str | None:
     """Return the mean reward or return of an episode among these columns, a mean first."""
     keys = {name: snake_case(name) for name in names}
-    found = [
+    is_game = not {"episode", "episodes", "game"}.isdisjoint(keys.values())
+    found = [n for n, key in keys.items() if is_game and key == "score"]
+    found += [
         n for n, key in keys.items() if _REWARD_NAME.search(key) and not _NOT_REWARD.search(key) and not is_eval(n)
     ]
-    return min(found, key=lambda name: (not re.search("mean|av", keys[name]), len(name)), default=None)
+    return min(found, key=lambda n: ("rate" in keys[n], not re.search("mean|av", keys[n]), len(n)), default=None)
 
 
 def pick_step(names: Iterable[str]) -> str | None:
     by_key: dict[str, str] = {}
     for name in names:
-        key = "step" if name == "_step" else snake_case(name)
-        by_key.setdefault(key, name)
-        by_key.setdefault(key.removeprefix("train_"), name)
+        by_key.setdefault(snake_case(name), name)
+        by_key.setdefault(_step_key(name), name)
     return next((by_key[key] for key in STEP_NAMES if key in by_key), None)
 
 

@@ -20,6 +20,7 @@ MAX_HEADER_COLUMNS = 65536
 _DELIMITERS = (",", "\t", ";")
 _HEAD_BYTES = 1 << 20
 _COMMENTS = re.compile(rb"\A(?:\s*#[^\n]*\n)+(?=\s*['\"]?[A-Za-z_])")
+_MIN_NUMBERS = 8
 _LOGGED_WITH_LOSS = 0.8
 """A column is logged with the loss if it has a value in this share of the rows that have a loss."""
 
@@ -34,6 +35,9 @@ class CsvFile:
         first_line = sample.lstrip(b"\n").split(b"\n", 1)[0]
         self.delimiter = max(_DELIMITERS, key=lambda mark: first_line.count(mark.encode()))
         self.header = _parse_header(sample, self.delimiter)
+        self.is_bare = not self.header
+        if name := _name_of_numbers(sample, source.path.stem):
+            self.header, self.is_bare = [name], _is_number(sample.split(maxsplit=1)[0])
 
     def _lines(self) -> Iterator[str]:
         for chunk in self.source.chunks():
@@ -42,7 +46,7 @@ class CsvFile:
     def __iter__(self) -> Iterator[list[str]]:
         """Yield the rows after the header. Skips a header that a restarted writer repeated."""
         reader = csv.reader(self._lines(), delimiter=self.delimiter)
-        is_first = True
+        is_first = not self.is_bare
         while True:
             try:
                 row = next(reader)
@@ -53,7 +57,7 @@ class CsvFile:
                 continue
             if is_first or row == self.header:
                 is_first = False
-            elif len(row) > len(self.header):
+            elif any(row[len(self.header) :]):
                 self.unreadable_rows += 1
             else:
                 yield row
@@ -78,12 +82,28 @@ def _parse_header(sample: bytes, delimiter: str) -> list[str]:
     return [name.strip() for name in row] if 2 <= len(row) <= MAX_HEADER_COLUMNS else []
 
 
-def detect_header(sample: bytes) -> list[str]:
-    """Return the header if the sample is a table, else an empty list.
+def _is_number(cell: bytes) -> bool:
+    cell = cell.strip(b" \t,;")
+    return b"," not in cell and to_float(decode(cell)) is not None
+
+
+def _name_of_numbers(sample: bytes, stem: str) -> str:
+    """Return the name of a column that stands alone: the line above it, or the name of the file; "" if it does not."""
+    lines = [line for line in sample.split(b"\n", 50)[:50] if line.strip()]
+    if len(lines) < _MIN_NUMBERS or not all(map(_is_number, lines[1:])):
+        return ""
+    name = stem if _is_number(lines[0]) else decode(lines[0]).strip(" \t,;\"'")
+    return re.sub("(?i)losses", "loss", name) if re.match(r"\w[\w ./-]{0,80}$", name) else ""
+
+
+def detect_header(sample: bytes, stem: str = "") -> list[str]:
+    """Return the header if the sample is a table, else an empty list. A single column may take its name from the file.
 
     In a table at least half of the rows have as many cells as the header, and a third of the cells are numbers.
     """
     sample = _without_comments(sample)
+    if name := _name_of_numbers(sample, stem):
+        return [name]
     for delimiter in _DELIMITERS:
         names = _parse_header(sample, delimiter)
         if not names or any(len(name) > 300 or to_float(name) is not None for name in names):
@@ -111,10 +131,22 @@ def read_csv_records(source: LogSource, format_name: str, mapping: Mapping[str, 
     records = MetricRecords(source.name, format_name)
     kept = _columns_to_keep(names, mapping)
     records.dropped_columns = {name[:200] for name in names} - {names[i][:200] for i in kept}
+    key, value = _long_columns(names)
     for row in file:
+        if key is not None and len(row) == len(names):  # one metric a row
+            row[key], row[value], named = "", "", {row[key][:200]: row[value]}
+            records.add({**{names[i]: row[i] for i in kept if row[i] and i != key}, **named})
+            continue
         records.add({names[i]: row[i] for i in kept if i < len(row) and row[i]})
     records.unreadable_rows = file.unreadable_rows
     return records
+
+
+def _long_columns(names: list[str]) -> tuple[int | None, int]:
+    """Return the positions of a metric's name and of its value in a table with one metric and a step in each row."""
+    lower = [name.lower() for name in names]
+    key = next((lower.index(name) for name in ("metric", "key", "tag", "metric_name") if name in lower), None)
+    return (key, lower.index("value")) if "value" in lower and any(map(is_step, names)) else (None, 0)
 
 
 def _columns_to_keep(names: list[str], mapping: Mapping[str, str] | None) -> list[int]:

@@ -39,22 +39,27 @@ LEAD = "_lead"
 _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
 _WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
-    rb"(?<![\w./\-])['\"]?("
+    rb"(?:(?<![\w./\-])|(?<=---)|(?<=\d:\d\d))['\"]?("
     + _WORD
     + rb"(?: "
     + _WORD
-    + rb")??(?: ?\((?:val\w{0,7}|dev|test|eval)\))?)(?: so far)?(?: ?\((?:ms|s|train\w{0,3})\))?['\"]?\]?"
+    + rb")??(?: ?\((?:val\w{0,7}|dev|test|eval)\))?)(?: so far)?"
+    rb"(?: ?\((?:ms|s|train\w{0,3}|batch|epoch|avg|mean)\))?['\"]?\]?"
     rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
     rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
     rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
     rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:[\s,;]|$)))"
 )
+_DURATION = re.compile(rb" ?(?:s|ms|secs?|seconds?|min|minutes|h|hours?)\b", re.I)
 _NAME = re.compile(rb"[A-Za-z]\w{0,30}(?=['\"]?\s{0,3}[:=|\s]\s{0,3}[-+\d.])")
 _NAMING_BYTES = 256 << 10
 _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
 _LOSSES_BY_NAME = re.compile(rb"(?i)\bloss(?:es)?\b['\"]?\s{0,4}[:=]?\s{0,4}\{([^{}]*)\}")
 """`Losses {'ner': 12.3}`: each value is a loss"""
-_BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
+_BRACKETS = re.compile(
+    rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*(?:\]\s*\[|,(?=\s*\d+\]:? (?:\w+ )?loss))\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]"
+)
+"""`[1][100/500]`, and `[1, 100] loss: 2.5`"""
 _COUNTER = re.compile(
     rb"(?<![\w./:\-])(\d{1,15})\s?/\s*(\d{1,15}|\?)"
     rb"(?= \[|[\]);]| \(| \||\s+(?:batches|steps|iterations|iters|updates)\b|, loss)"
@@ -66,7 +71,9 @@ _VALUE_AT = re.compile(
     + rb") (?:at|in|after|of|for) (?:global )?(step|iteration|iter|batch|epoch|episode) (\d{1,15}) ?[:=,]? ?"
     rb"(?:is |was )?(?=(" + _NUMBER + rb"))"
 )
-_LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|(?= \w+ [\d.]+$)))")
+_LEADING = re.compile(
+    rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|\) |(?= \[[A-Za-z])|(?= \w+ [\d.]+$)))"
+)
 _EVAL_WORD = re.compile(
     rb"(?<![\w/.\-])(" + EVAL_WORDS.encode() + rb")(?:_(?:epoch|step|iter|loop|end))?(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
@@ -82,7 +89,7 @@ _NO_RECORD = re.compile(
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
     rb"|self\.|\{\w+(?:\}|:[^\s\d])|^\s*\w+ = (?![-+]?[\d.]+(?:e[-+]?\d+)?,)|\)\.|[A-Za-z_)\]] ?==(?!=)\s?[\w'\"]|^\s+\w+\("
-    rb"|Warning: |(?:(?<![\w'])[a-z']+,? ){7}"
+    rb"|Warning: |<tf\.\w| object at 0x|(?:(?<![\w'])[a-z']+,? ){7}"
 )
 """lines of a program, and sentences"""
 METRIC_WORDS = (
@@ -172,6 +179,8 @@ def find_pairs_of_any_name(line: bytes) -> Iterator[Pair]:
         if parse_number(line[match.start(3) : end]) is None:
             continue
         name, factor = _resolve(match[1]), _FACTORS[match[4]]
+        if _DURATION.match(line, end) and snake_case(name).endswith("cost"):
+            name = "time"
         if losses[0] <= match.start() < losses[1] and not is_part_of_loss(name):
             name += "_loss"
         if match[2] is not None:
@@ -193,9 +202,18 @@ def _resolve(key: bytes) -> str:
     first, _, last = full.partition(" ")
     if last.lower() in _STOP_WORDS:
         return first
+    if last and _GLUED.fullmatch(first.encode()) is not None:
+        return last
     if is_eval(first) and (is_step(last) or snake_case(last) in COARSE_STEPS):
         return last  # `test epoch: 3, loss: 0.5`: the line is an evaluation, the number is not
-    if not last or is_eval(full) or is_step(full) or loss_rank(full) is not None or canonical_column(full)[0] != full:
+    if (
+        not last
+        or is_eval(full)
+        or is_step(full)
+        or loss_rank(full) is not None
+        or pick_reward([full])
+        or canonical_column(full)[0] != full
+    ):
         return full
     if is_step(last):
         return full if first.lower() in _OTHER_COUNTS else last
@@ -295,6 +313,8 @@ class _LineRecord:
                 if column and column not in fixed:
                     self.train[column] = found._replace(name=column, factor=self._factor(pair, column, 1.0))
                     self._see_metric(pair, column in ("loss", "ppl", "reward"), column)
+            elif is_step(name) and line[pair.end : pair.end + 1] == b"%":  # `Steps: 3%|` in front of a bar
+                self.taken.pop()
             elif is_step(name) or name == "total_timesteps":
                 is_global = snake_case(name).startswith(("global", "total"))
                 if "step" not in self.train or (is_global and not step_is_global) or self._is_fraction("step", pair):
@@ -334,7 +354,7 @@ class _LineRecord:
 
     def _add_other(self, pair: Pair, found: Field) -> None:
         column, factor = ("grad_norm", 1.0) if pair.name == "norm" else canonical_column(pair.name)
-        if pick_reward([pair.name]) is not None:
+        if pick_reward([pair.name, *self.train]) == pair.name:
             column = "reward"
         is_loss = is_part_of_loss(pair.name) or is_perplexity(pair.name) or column == "reward"
         if column != "epoch" and (is_loss or _EVAL_METRIC.search(pair.name)):

@@ -17,6 +17,8 @@ from holdfast.diagnosis.model.table import Table
 
 CSV, JSON_LINES, JSON_VALUE = "csv", "json_lines", "json_value"
 MAX_JSON_BYTES = 64 << 20
+_MAX_EPOCHS = 2000
+"""longer lists by name hold a value for each step"""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,13 @@ def find_rows(value: Any, depth: int = 3) -> list[dict[str, Any]] | None:
         return objects if len(objects) * 2 > len(value) else None
     if not isinstance(value, dict) or depth == 0:
         return None
-    lists = {name: inner for name, inner in value.items() if isinstance(inner, list) and _is_numeric(inner)}
+    # pandas writes a column as an object: {"loss": {"0": 2.5, "1": 2.4}}
+    columns = {k: list(v.values()) if isinstance(v, dict) and all(map(str.isdigit, v)) else v for k, v in value.items()}
+    lists = {name: inner for name, inner in columns.items() if isinstance(inner, list) and _is_numeric(inner)}
     if lists:
         length = max(len(inner) for inner in lists.values())
         lists = {name: inner for name, inner in lists.items() if len(inner) == length}
-        has_step = any(name in ("epoch", "step", "iteration") for name in lists)
+        has_step = length > _MAX_EPOCHS or any(name in ("epoch", "step", "iteration") for name in lists)
         return [
             {**({} if has_step else {"epoch": i + 1}), **{name: inner[i] for name, inner in lists.items()}}
             for i in range(length)

@@ -33,6 +33,10 @@ FREE_BYTES = 16 << 20
 _BLANK_LINES = b"\n" * 8
 _MORE_BLANK_LINES = re.compile(rb"\n{8,}")
 """More blank lines in a row than this are not kept: each would take as long as a record."""
+_PRINTED = re.compile(
+    rb"(['\"]?)\b(?:tensor|np\.float\d\d)\(\[?(-?\d[\d.]*(?:e[-+]?\d+)?|nan|-?inf)\]?(?:, ?\w+=[^,()\n]{1,40})*\)\1"
+)
+"""`tensor(0.69, device='cuda:0', grad_fn=<NllLossBackward>)`, `np.float64(0.69)`: the number"""
 _DECIMAL_COMMA = re.compile(rb"(?<=\d),(?=\d)")
 _WITH_COMMA = re.compile(rb"(?<=[\s=:;\"'(\[])(?<!\d:)-?(?!\d{1,3},\d{3}(?!\d)(?<!0,\d{3}))\d+,\d+(?![\d.,])")
 """a number with a comma that separates no thousands, and is not the end of a time of day"""
@@ -148,6 +152,8 @@ class LogSource:
                     continue
                 data, skip_to_newline = data[at:], False
             data = rest + data
+            if b"tensor(" in data or b"np.float" in data:
+                data = _PRINTED.sub(rb"\2", data)
             if self.has_decimal_commas:
                 data = _DECIMAL_COMMA.sub(b".", data)
             at = data.rfind(b"\n")
@@ -207,7 +213,7 @@ class LogSource:
             data += piece
             if len(data) > max_bytes:
                 raise LogRefused(self.name, f"one JSON value of more than {max_bytes >> 20} MB; too large for a log")
-        return decode(data)
+        return decode(_PRINTED.sub(rb"\2", data))
 
 
 def _split_many_lines(data: bytes) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from holdfast.diagnosis.importers.reading.column_names import (
     is_step,
     snake_case,
 )
-from holdfast.diagnosis.importers.reading.normalize import is_one_by_one
+from holdfast.diagnosis.importers.reading.normalize import MAX_NOT_RISING, is_one_by_one, use_coarse_step
 from holdfast.diagnosis.model.table import Series, Table
 
 _NO_METRIC = {"epoch", "_runtime", "_timestamp", "timestamp", "time", "wall_time"}
@@ -100,7 +100,8 @@ class MetricRecords:
         """Return the table. A row with a loss is a training record; without any loss, a row with any metric is one."""
         table = Table(self.path, self.format_name, np.empty(0))
         steps = np.full(self.length, np.nan)
-        if roles.step is not None and roles.step in self._values:
+        counts_steps = roles.step is not None and roles.step in self._values
+        if roles.step is not None and counts_steps:
             rows, values = self.cells(roles.step)
             steps[rows] = values
         elif self.length:
@@ -115,7 +116,7 @@ class MetricRecords:
         is_record = np.zeros(self.length, dtype=bool)
         for name in sources:
             is_record[self.cells(name)[0]] = True
-        if table.unit not in ("step", "record") and not is_one_by_one(steps[is_record]):
+        if not counts_steps and not is_one_by_one(steps[is_record]):
             steps, table.unit = np.arange(self.length, dtype=np.float64), "record"
         record_index = np.cumsum(is_record) - 1
         table.step = steps[is_record]
@@ -134,6 +135,8 @@ class MetricRecords:
             rows, values = self.cells(name)
             if len(rows):
                 table.evals[name] = Series(filled_steps[rows], values)
+        if counts_steps and len(table) > 1 and np.mean(np.diff(table.step) <= 0) > MAX_NOT_RISING:
+            use_coarse_step(table)  # the number of steps in each episode
         if table.unit == "record":
             table.add_limit("no_step", "the records have no step; they are numbered from 0")
         if self.unreadable_rows:

@@ -19,6 +19,9 @@ from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.model.table import Table
 
 FEW_RECORDS = 20
+MAX_NOT_RISING = 0.2
+"""of a step: above this share it does not count the records"""
+_ROWS_OF_SUM, _SUM_ERROR = 3, 0.01
 
 
 def add_source_limits(table: Table, source: LogSource) -> None:
@@ -76,7 +79,7 @@ def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
         names = [name for name in table.columns if is_part_of_loss(name)]
         counts = {name: int(table.present[name].sum()) for name in names}
         names = [name for name in names if 2 * counts[name] >= max(counts.values())]
-        names = pick_total(names) or names
+        names = pick_total(names) or _sum_of_others(table, names) or names
     if not names and not any(map(is_perplexity, table.columns)) and "reward" not in table.columns:
         names = pick_training_error(table.columns)
     if len(names) > 1:
@@ -99,6 +102,15 @@ def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
             table.columns["loss"] = np.where(values > 0, np.log(values), np.nan)
         table.present["loss"] = table.present[name].copy()
         table.add_limit("loss_is_log", f"the log has no loss; here the loss is the logarithm of {name}")
+
+
+def _sum_of_others(table: Table, names: list[str]) -> list[str]:
+    """Return the column that is the sum of all others, if there is one: it is the total."""
+    rows = np.all([table.present[name] for name in names], axis=0) if len(names) > 2 else np.zeros(0, dtype=bool)
+    values = np.array([table.columns[name][rows] for name in names]) if rows.sum() >= _ROWS_OF_SUM else np.empty((0, 0))
+    with np.errstate(all="ignore"):
+        gaps = np.nanmedian(np.abs(values.sum(axis=0) - 2 * values) / np.abs(values), axis=1) if len(values) else ()
+    return [name for name, gap in zip(names, gaps, strict=False) if gap < _SUM_ERROR][:1]
 
 
 def restore_hidden_nan(table: Table) -> None:

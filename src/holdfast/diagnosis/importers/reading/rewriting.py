@@ -30,7 +30,7 @@ _BOX_ROW = re.compile(
 )
 _INDENTED_PAIR = re.compile(
     rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?"
-    rb"(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*(?:[-+]?(?:\d|nan|inf)[^\n]{0,40})?(?:\n|$))"
+    rb"(?=[ \t|>*]{1,40}['\"]?[A-Za-z][^\n:=|]{0,100}[:=][ \t]*(?:[-+]?(?:\d|nan|inf)[^\n]{0,40})?(?:\n|$))"
 )
 _CUT_RECORD = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
 _REST_OF_CUT = re.compile(rb"\n(?=[^\n|]{0,300}\|)(?![^\n]{0,300}(?:\biteration\s+\d+|(?:validation|test) loss))")
@@ -72,6 +72,8 @@ _WORDS = {
 }  # fmt: skip
 _TRANSLATED = {word.encode(): english.encode() for word, english in _WORDS.items()}
 _FOREIGN = re.compile(b"(" + b"|".join(map(re.escape, _TRANSLATED)) + b")( ?)")
+_DASHED = re.compile(rb"(\b[A-Za-z]\w*) - (?=-?\d+\.\d+(?:;|\n|$))")
+"""`perceptual - 53.96; warp_loss - 0.48`"""
 _RULE = re.compile(rb"^[\s|+:=-]*$")
 _BAR = re.compile(rb":?\s{0,20}+\d{1,3}%\|.*")
 _COLON = re.compile(rb"(?<=\d):(?=\s)")
@@ -82,7 +84,10 @@ _VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|i
 _COMMA = re.compile(rb"\s*(?:[;|]|,(?!\d{3}(?!\d)))\s*|\s+")
 _SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
 _MIN_ROWS, _MIN_ROWS_IN_TEXT, _MIN_BOX_ROWS, _LINES_BELOW_HEADER, _MAX_TRIES = 3, 8, 4, 5, 4
+_DEEPXDE = re.compile(rb"# step, loss_train, loss_test")
+"""each name stands for a column of every part of the loss"""
 _MAX_ROW_BYTES = 1000
+_NAMING_LINES = 2000
 
 
 def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None:
@@ -117,6 +122,9 @@ def _with_joined_evaluations(chunk: bytes) -> bytes:
             found = _RULE_OR_METRIC.match(line)
             text = found["metric"] if found is not None else None
             name = re.split(rb"[:=|\d]", text or b"")[0]
+            if name in metrics and line[:1] in b" \t":  # one more row of a list below the metrics
+                end += len(line) + 1
+                continue
             if found is None or name in metrics or (text and _OF_NEXT_RECORD.search(text)) or (metrics and not text):
                 break
             end += len(line) + 1
@@ -139,8 +147,10 @@ def _find_layout(sample: bytes) -> Rewriter | None:
         return _joiner(_BOX_ROW, _BoxRow())
     if _has_indented_records(sample):
         return _joiner(_INDENTED_PAIR, b" ")
-    if headers := _find_headers(sample):
+    if not _DEEPXDE.match(sample) and (headers := _find_headers(sample)):
         return _by_line(headers)
+    if len(_DASHED.findall(sample)) >= 2 * _MIN_ROWS:
+        return lambda chunks: (_DASHED.sub(rb"\1: ", chunk) for chunk in chunks)
     if len(_FOREIGN.findall(sample)) >= 2:
         return lambda chunks: (
             _FOREIGN.sub(lambda match: _TRANSLATED[match[1]].rstrip() + (match[2] or b" "), chunk) for chunk in chunks
@@ -315,19 +325,25 @@ def _name_columns(sample: bytes, *, in_text: bool = False) -> list[bytes]:
     """
     lines = [
         _COMMA.split(_COLON.sub(b"", line).strip())
-        for line in sample.split(b"\n")[:2000]
+        for line in sample.split(b"\n", _NAMING_LINES)[:_NAMING_LINES]
         if line.strip() and len(line) < _MAX_ROW_BYTES
     ]
     lines = [cells for cells in lines if len(cells) > 1 and all(_VALUE.match(cell) for cell in cells)]
     width = Counter(map(len, lines)).most_common(1)[0][0] if lines else 0
     lines = [cells for cells in lines if len(cells) == width]
-    least = _MIN_ROWS_IN_TEXT if in_text else max(2 * _MIN_ROWS, 0.8 * (sample[: 1 << 18].count(b"\n") + 1))
+    least = _MIN_ROWS_IN_TEXT if in_text else max(2 * _MIN_ROWS, 0.8 * min(_NAMING_LINES, sample.count(b"\n") + 1))
     if width < 2 or len(lines) < least:
         return []
+    if _DEEPXDE.match(sample):
+        parts = range((width - 1) // 2)
+        held_out = [b"val_loss_%d" % i if i in parts else b"metric_%d" % i for i in range(width - 1 - len(parts))]
+        return [b"step", *(b"loss_%d" % i for i in parts), *held_out]
     values = np.array([[parse_number(cell.split(b"/")[0].rstrip(b"GMk")) or 0.0 for cell in row] for row in lines])
+    with np.errstate(all="ignore"):
+        sums = np.cumsum(values, axis=1)
     if (np.diff(values[:, 0]) <= 0).mean() > 0.1:
-        return []
-    sums = np.cumsum(values, axis=1)
+        is_sum = width > 2 and np.allclose(2.0 * values[:, 0], sums[:, -1], rtol=1e-3)
+        return [b"loss", *(b"part_%d" % i for i in range(1, width))] if is_sum and not in_text else []
     is_fraction = (values != np.round(values)).any(axis=0)
     starts = [(end, first) for end in range(3, width) for first in range(1, end - 1)]
     close = [np.abs(sums[:, end - 1] - sums[:, first - 1] - values[:, end]) for end, first in starts]

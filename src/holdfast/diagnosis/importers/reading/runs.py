@@ -23,6 +23,9 @@ _RUN_HEADING = re.compile(
     rb"|=+ Training Loss \(|Namespace\(|(?:\$ )?python3? [^\n]{0,99}\.py\b)"
 )
 """lines that begin a run: `=== Fold 2/5 ===`, the seed, the command, its options"""
+_CLOCK = re.compile(rb"\d\d:\d\d:\d\d")
+_OF_RECORDS = re.compile(rb"(?i)epoch|step|iter|batch|train|val|test|loss|save|saving|load|checkpoint")
+"""words of lines that a run writes again and again; the first line of a log without them begins a run wherever it recurs"""
 _MAX_RUNS = 200
 _MIN_RECORDS = 3
 _MAX_IN_PROSE = 4
@@ -65,7 +68,12 @@ def cut_at_run_headings(source: LogSource) -> list[LogSource]:
         return []
     data = source.head(source.size)
     generic = described_format(GENERIC, None, data)
-    starts = [match.start() for match in _RUN_HEADING.finditer(data)]
+    first = data.lstrip().split(b"\n", 1)[0]
+    is_heading = _CLOCK.search(first) is not None and _OF_RECORDS.search(first) is None and len(first) < 300
+    again = re.sub(rb"\d+", rb"\\d+", re.escape(first)) if is_heading else rb"(?!)"
+    starts = sorted(
+        match.start() for found in (_RUN_HEADING, re.compile(b"(?m)^" + again)) for match in found.finditer(data)
+    )
     sections: list[tuple[int, int]] = []
     begin = broken_off = 0
     for start, end in pairwise([*starts, len(data)]) if 1 < len(starts) <= _MAX_RUNS else ():
@@ -94,7 +102,7 @@ def number_runs(runs: list[Table]) -> list[Table]:
 
 def begin_alike(runs: list[Table]) -> bool:
     """Return whether the steps of all runs begin at about the same number: a run that was resumed begins later."""
-    if not all(len(run) for run in runs) or len({run.unit for run in runs}) != 1:
+    if not all(len(run) for run in runs) or len({run.unit for run in runs} - {"record"}) > 1:
         return False
     first = min(run.step[0] for run in runs)
     return all(run.step[0] - first <= 0.1 * max(np.ptp(other.step) for other in runs) for run in runs)

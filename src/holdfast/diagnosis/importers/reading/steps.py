@@ -7,13 +7,11 @@ import numpy as np
 from holdfast.diagnosis.importers.reading.column_blocks import Bools
 from holdfast.diagnosis.importers.reading.column_names import is_eval, is_part_of_loss, is_perplexity
 from holdfast.diagnosis.importers.reading.described_line import HEADING, LEAD, STEPS_OF_EPOCH
-from holdfast.diagnosis.importers.reading.normalize import keep_rows, use_coarse_step
+from holdfast.diagnosis.importers.reading.normalize import MAX_NOT_RISING, keep_rows, use_coarse_step
 from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, STEPLESS
 from holdfast.diagnosis.model.table import Series, Table
 
 EPOCH_MEAN = "epoch_mean/"
-_MAX_NOT_RISING = 0.2
-"""of a step: above this share it does not count the records"""
 _MIN_UNREAD, _UNREAD_SHARE = 5, 0.05
 """lines with a later step and no loss, and their share of the records, from which on they are reported"""
 
@@ -33,7 +31,7 @@ def arrange_steps(table: Table) -> None:
     if len(table) and stepless.all():
         if not use_coarse_step(table):
             table.step, table.unit = np.arange(len(table), dtype=np.float64), "record"
-    elif len(table) > 1 and np.mean(np.diff(table.step) <= 0) > _MAX_NOT_RISING and use_coarse_step(table):
+    elif len(table) > 1 and np.mean(np.diff(table.step) <= 0) > MAX_NOT_RISING and use_coarse_step(table):
         pass  # one record for each epoch or episode, and the number of steps in it
     elif len(table):
         _unfold_epochs(table)
@@ -173,7 +171,7 @@ def _drop_full_bars(table: Table, stepless: Bools) -> None:
 
 def _keep_headed_records(table: Table, stepless: Bools) -> Bools:
     """Keep the records right below a heading with a step, if a column is only there. Finer records have no step."""
-    headings = table.evals.get(HEADING + "step")
+    headings = table.evals.get(HEADING + "step", table.evals.get(HEADING + "epoch"))
     if headings is None or not len(table) or not stepless.all():
         return stepless
     for name in [name for name in table.columns if is_part_of_loss(name) or is_perplexity(name)]:

@@ -346,6 +346,6 @@ def test_rank_that_ends_waits_for_no_transfer(make):
         began = time.monotonic()
         job.stores[0].abort()
         job.stores[0].wait()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         assert job.stores[0].events.popleft().status == "failed"
         connection.close()

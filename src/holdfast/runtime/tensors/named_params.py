@@ -74,7 +74,7 @@ class NamedParams:
         return [_bits([m.training for m in self._tree.modules]), _bits([p.requires_grad for _, p in self._named])]
 
     def set_flags(self, flags: Sequence[str] | None) -> None:
-        """Set what `flags` or `same_flags` returned, if anything, unless modules or parameters were added or removed since."""
+        """Set what `flags` or `same_flags` returned, if anything, unless modules or parameters were added or removed."""
         assert self._tree is not None
         if flags is None or list(map(len, flags)) != [len(self._tree.modules), len(self._named)]:
             return

@@ -65,8 +65,8 @@ def assert_saved_and_continued(job: Job, signal: str, uninterrupted: tuple[str, 
 
 
 def test_time_limit_saves_requeues_and_continues_exactly(slurm, write_script, uninterrupted):
-    # Slurm signals up to 60 s early, and looks every 30 s: here between 55 and 85 s, when the steps are slow.
-    job = submit(slurm, write_script("--slurm"), "--time=2", "--signal=USR1@5")
+    # Slurm looks every 30 s, so the signal comes 45 to 75 s before the end: in slow steps, with time to save.
+    job = submit(slurm, write_script("--slurm"), "--time=2", "--signal=USR1@45")
     job.wait_for_slow_steps()
     job.wait_for_requeue(120 + KILL_WAIT)
     assert not Path(f"{job.run_dir}.end-0").exists()

@@ -46,6 +46,7 @@ _HISTORY = 512
 _MIN_READINGS, _MAX_FLOORS = 5, 12
 _RISING, _OF_LIMIT, _OF_PEAK = 0.75, 0.08, 0.5
 """for a run that is out of memory: rising floors, and the rise as a share of the limit and of the peak's rise"""
+_NO_LEAK = "What fills up and then stays full, as a replay buffer does, looks the same until it is full"
 
 
 class MemoryReading(NamedTuple):
@@ -315,7 +316,8 @@ def _report(kind: str, reading: MemoryReading, rise: Rise, left: float | None, w
     grown = f"{what} rises by {_per_thousand(rise)}, from {format_bytes(rise.was)} to {format_bytes(rise.now)}"
     evidence = {**_evidence(rise), "runs_out_at": end, **reading.row()}
     onset = max(1, reading.step - int(rise.steps))
-    return _finding(kind, reading.step, onset, f"{grown} since step {onset}{out}. {CURES[kind]}", evidence)
+    cure = CURES[kind] if kind == FRAGMENTATION else f"{CURES[kind]}. {_NO_LEAK}"
+    return _finding(kind, reading.step, onset, f"{grown} since step {onset}{out}. {cure}", evidence)
 
 
 def _report_retries(kind: str, reading: MemoryReading, peak: int, retried: int, of: int) -> Finding:

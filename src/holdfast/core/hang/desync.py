@@ -72,12 +72,12 @@ def compare(records: Mapping[int, Mapping[str, GroupRecord]]) -> list[Mismatch]:
 
 
 def unusual_calls(records: Mapping[int, Mapping[str, GroupRecord]]) -> list[Mismatch]:
-    """Return ranks whose newest call does not follow from their own past: another rank died of it, with its record."""
+    """Return ranks that wait in a call that does not follow from their own past: another rank may have died of it."""
     found: list[Mismatch] = []
     for rank, groups in sorted(records.items()):
         for name, record in ((name, record) for name, record in groups.items() if record.calls):
             own = record.calls[-1]
-            usual = _usual_successor(record, own)
+            usual = None if own.is_complete else _usual_successor(record, own)
             if usual is None or usual == own.signature:
                 continue
             expected = own._replace(op=usual[0], sizes=usual[1], dtypes=usual[2], line="")

@@ -87,3 +87,8 @@ def test_a_rank_whose_call_does_not_follow_from_its_past_explains_the_death_of_a
     (found,) = desync.unusual_calls(records)
     assert (found.kind, found.ranks, found.expected.sizes) == ("other_shape", (1,), "[[3]]")
     assert desync.unusual_calls({0: group_records(dump(steps(5, FIRST)))}) == []
+
+
+def test_no_rank_dies_of_an_unusual_call_that_is_complete():
+    records = {1: group_records(dump(steps(5, ("all_reduce", [7])), waits=False))}
+    assert desync.unusual_calls(records) == []

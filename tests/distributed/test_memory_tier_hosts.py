@@ -18,7 +18,7 @@ import pytest
 from host_namespaces import HERE, PORT, Hosts, two_hosts, wait_for
 from tier_program import NEWEST
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_memory]
 LAYOUTS = {"ddp": "ab", "fsdp": "aabb"}
 """the host of each rank"""
 
@@ -67,13 +67,13 @@ class CrashedRun:
 
 
 @pytest.fixture(scope="module")
-def ddp(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> CrashedRun:
-    return CrashedRun(hosts, tmp_path_factory.mktemp("ddp"), "ddp")
+def ddp(hosts: Hosts, memory: Path) -> CrashedRun:
+    return CrashedRun(hosts, memory / "ddp", "ddp")
 
 
 @pytest.fixture(scope="module")
-def fsdp(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> CrashedRun:
-    return CrashedRun(hosts, tmp_path_factory.mktemp("fsdp"), "fsdp")
+def fsdp(hosts: Hosts, memory: Path) -> CrashedRun:
+    return CrashedRun(hosts, memory / "fsdp", "fsdp")
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

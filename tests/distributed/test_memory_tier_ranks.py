@@ -11,6 +11,8 @@ from tier_program import NEWEST
 
 from holdfast.core.checkpoints.memory_folder import ROOT_VARIABLE
 
+pytestmark = pytest.mark.in_memory
+
 
 def launch(folder: Path, kind: str, fate: str, ranks: int) -> tuple[int, str]:
     """Train under torchrun, with shared memory in FOLDER/shm. Return its status and what it logged."""

@@ -28,6 +28,7 @@ from holdfast.core.checkpoints.folder import Folder
 from holdfast.runtime.checkpoint import memory_tier
 from marks import slow
 
+pytestmark = pytest.mark.in_memory
 EVERY = 50
 """steps between checkpoints on disk: more than any of these runs has"""
 

@@ -8,7 +8,8 @@
   down at any time;
 - `shows(driver, what)`: its result is in the table of docs/your_loop.md, which `make matrix` writes;
 - `quick_cases(n)`, on a test with several parameters: `make test` runs a few of the cases, in which every value of every
-  parameter occurs (n=1) or every pair of values of two parameters (n=2). The other cases are `slow`.
+  parameter occurs (n=1) or every pair of values of two parameters (n=2). The other cases are `slow`;
+- `in_memory`: its folder is in shared memory, also in `make test-all`: a disk may be too full for states in memory.
 
 `pytest PATH` without `-m` runs what `make test` runs; `pytest PATH::NAME` runs all cases of that test.
 
@@ -20,18 +21,21 @@ import gc
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from holdfast.core.detectors.slowdown import SlowdownDetector
-from marks import MEMORY, covering
+from marks import covering
 
 # The same examples in every run; more of them in `make test-all`.
 settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=30)
 settings.register_profile("all", settings.get_profile("quick"), max_examples=200)
 
 QUICK = "not slow and not soak"
+MEMORY = "/dev/shm"
 MEMORY_BYTES = 2 << 30
 """free in MEMORY at least; the folders of tests that passed are removed at once"""
 
@@ -45,8 +49,30 @@ def pytest_configure(config):
         config.option.markexpr = QUICK
     is_quick = config.option.markexpr == QUICK
     settings.load_profile("quick" if is_quick else "all")
-    if is_quick and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
+    if is_quick and has_memory():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # where pytest makes the folders of tests
+
+
+def has_memory():
+    return os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """Return a folder in memory, if there is room. States in memory leave a quarter of it free; a disk may be fuller."""
+    if not has_memory():
+        yield tmp_path_factory.mktemp("memory")
+        return
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path):
+    """Return a folder in memory for a test that is marked so."""
+    if request.node.get_closest_marker("in_memory") is None:
+        return tmp_path
+    return Path(tempfile.mkdtemp(dir=request.getfixturevalue("memory")))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,25 +1,12 @@
-"""Marks for some of a test's cases, and a folder in memory. See conftest.py for what runs where."""
+"""Marks for some of a test's cases. See conftest.py for what runs where."""
 
-import contextlib
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-
-MEMORY = "/dev/shm"
-
-
-@contextlib.contextmanager
-def folder_in_memory() -> Iterator[Path]:
-    """Make a folder for states in shared memory. On a disk that is three quarters full none would be kept."""
-    with tempfile.TemporaryDirectory(prefix="tests-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as folder:
-        yield Path(folder)
 
 
 def slow(*cases: Any) -> list[Any]:

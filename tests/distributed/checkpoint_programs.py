@@ -272,7 +272,7 @@ def missing_rank(folder: Path, rank: int, size: int) -> None:
     began = time.monotonic()
     with pytest.raises(HoldfastError, match=f"rank {rank} of {size}"):
         world.barrier(1.5)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     done.with_name(f"done-{rank}").touch()
 
 

@@ -47,7 +47,7 @@ def fork(function: Callable[..., bool | None], *arguments: Any) -> int:
 
 
 def run_job(program: str, size: int, folder: Path, rendezvous: Path) -> bool:
-    (folder / program.rpartition("/")[0]).mkdir(exist_ok=True)
+    (folder / program.rpartition("/")[0]).mkdir(parents=True, exist_ok=True)
     importlib.import_module(program.rpartition("/")[2].rpartition(".")[0])  # once, and not in every child
     for rank in range(size):
         fork(rank_main, program, rank, size, folder, rendezvous)

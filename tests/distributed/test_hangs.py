@@ -79,7 +79,7 @@ def test_the_rank_that_hangs_is_named_and_the_run_continues_after_a_restart(tmp_
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture

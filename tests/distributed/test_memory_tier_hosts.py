@@ -18,17 +18,9 @@ import pytest
 from host_namespaces import HERE, PORT, Hosts, two_hosts, wait_for
 from tier_program import NEWEST
 
-from marks import folder_in_memory
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_memory]
 LAYOUTS = {"ddp": "ab", "fsdp": "aabb"}
 """the host of each rank"""
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +67,13 @@ class CrashedRun:
 
 
 @pytest.fixture(scope="module")
-def ddp(hosts: Hosts) -> Iterator[CrashedRun]:
-    with folder_in_memory() as folder:
-        yield CrashedRun(hosts, folder, "ddp")
+def ddp(hosts: Hosts, memory: Path) -> CrashedRun:
+    return CrashedRun(hosts, memory / "ddp", "ddp")
 
 
 @pytest.fixture(scope="module")
-def fsdp(hosts: Hosts) -> Iterator[CrashedRun]:
-    with folder_in_memory() as folder:
-        yield CrashedRun(hosts, folder, "fsdp")
+def fsdp(hosts: Hosts, memory: Path) -> CrashedRun:
+    return CrashedRun(hosts, memory / "fsdp", "fsdp")
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

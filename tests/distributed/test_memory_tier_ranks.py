@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,8 @@ import torchrun_job
 from tier_program import NEWEST
 
 from holdfast.core.checkpoints.memory_folder import ROOT_VARIABLE
-from marks import folder_in_memory
 
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder
+pytestmark = pytest.mark.in_memory
 
 
 def launch(folder: Path, kind: str, fate: str, ranks: int) -> tuple[int, str]:

@@ -26,6 +26,8 @@ PROGRAM = Path(watchdog_programs.__file__)
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch._dynamo", "holdfast.distributed.watchdog"])  # DDP imports the first
 RESTART, FAILED, KILLED = 75, 1, -signal.SIGKILL
+PROMPT_SECONDS = 0.75 * watchdog_programs.LIMIT_SECONDS
+"""on a busy machine; idle, it takes less than three seconds"""
 Run = Callable[..., None]
 
 
@@ -60,9 +62,9 @@ def run_scenarios(tmp_path: Path) -> Run:
 
 
 def exit_codes(folder: Path) -> list[int]:
-    """Return the ranks' exit codes. Each must have exited within five seconds of the fault."""
+    """Return the ranks' exit codes. No rank may have waited for a timeout, or slept to its end."""
     exits = json.loads((folder / "exits.json").read_text())
-    assert all(seconds < 5 for _, seconds in exits), (folder.name, exits)
+    assert all(seconds < PROMPT_SECONDS for _, seconds in exits), (folder.name, exits)
     return [status for status, _ in exits]
 
 
@@ -110,10 +112,10 @@ def test_exception_on_one_rank_ends_all_ranks_and_each_records_the_cause(run_sce
 
 
 def assert_death_noticed(folder: Path, who: int) -> None:
-    """Each rank but the dead one must have exited within three seconds, with the dead one in its record and log."""
+    """Each rank but the dead one must have exited without a timeout, with the dead one in its record and log."""
     exits = json.loads((folder / "exits.json").read_text())
     assert [status for status, _ in exits] == [KILLED if rank == who else RESTART for rank in range(len(exits))], exits
-    assert all(seconds < 3 for _, seconds in exits), exits
+    assert all(seconds < PROMPT_SECONDS for _, seconds in exits), exits
     found = 0
     for rank in set(range(len(exits))) - {who}:
         (dead, *_) = [e for name in ("peer_dead", "peer_failed", "store_gone") for e in events(folder, rank, name)]

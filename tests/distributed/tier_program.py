@@ -68,7 +68,7 @@ def has_newest(folder: Path) -> bool:
 
 
 def wait_for_newest(folder: Path) -> None:
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 100
     while not has_newest(folder):
         assert time.monotonic() < ends, "no state was written to shared memory"
         time.sleep(0.01)

@@ -145,6 +145,14 @@ def breaks(where: str, ranks: set[int]) -> Callable[..., None]:
     return scenario
 
 
+def wait_for(marks: list[Path]) -> None:
+    """Wait until the other ranks have left the last collective."""
+    ends = time.monotonic() + LIMIT_SECONDS
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
 def killed(who: int, others_sleep: bool, workers: int = 0) -> Callable[..., None]:
     """A rank dies in forward. The others wait for it in a collective, or sleep, so that no collective breaks."""
 
@@ -153,10 +161,13 @@ def killed(who: int, others_sleep: bool, workers: int = 0) -> Callable[..., None
             if (step, where) != (3, "forward"):
                 return
             if rank == who:
-                time.sleep(0.3)  # until the others have left the last collective
+                wait_for([me.folder / f"at-{other}" for other in range(me.size) if other != who])
+                time.sleep(0.3)  # they wait in the next collective now
                 me.mark()
                 os.kill(os.getpid(), signal.SIGKILL)
-            elif others_sleep:
+                return
+            (me.folder / f"at-{rank}").touch()
+            if others_sleep:
                 time.sleep(LIMIT_SECONDS)
 
         fork = multiprocessing.get_context("fork") if workers else None

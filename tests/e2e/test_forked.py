@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import holdfast
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 def in_child(function: Callable[[], object]) -> str:

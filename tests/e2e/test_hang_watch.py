@@ -154,7 +154,7 @@ def test_a_hook_counts_as_code_of_the_user(tmp_path):
 @pytest.mark.slow
 def test_a_hang_of_a_run_is_named_and_the_run_goes_on(tmp_path):
     model, optimizer, loader = build()
-    config = {"hang": {"floor_seconds": 0.5}}
+    config = {"hang": {"floor_seconds": 2.0}}
     guard = holdfast.Guard(model, optimizer, run_dir=tmp_path, config=config)
     with guard:
         for step in guard.steps(loader, epochs=2):
@@ -163,7 +163,7 @@ def test_a_hang_of_a_run_is_named_and_the_run_goes_on(tmp_path):
                     step.backward(loss_of(model, batch))
                     time.sleep(0.02)
                     if step.number == 2 * STEPS - 1:
-                        ends = time.monotonic() + 30
+                        ends = time.monotonic() + 120
                         while not list(tmp_path.glob("hang/*/verdict.txt")) and time.monotonic() < ends:
                             time.sleep(0.05)
     (text,) = [path.read_text() for path in tmp_path.glob("hang/*/verdict.txt")]

@@ -26,16 +26,11 @@ from holdfast.cli.ack import ack
 from holdfast.core.checkpoints import memory_folder
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.runtime.checkpoint import memory_tier
-from marks import folder_in_memory, slow
+from marks import slow
 
+pytestmark = pytest.mark.in_memory
 EVERY = 50
 """steps between checkpoints on disk: more than any of these runs has"""
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ def test_an_evaluation_that_does_not_end_in_time_costs_what_is_not_certified(tmp
     began = time.monotonic()
     first.kill()
     assert first.ended() == 75
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50, "it did not wait for the evaluation"
     assert names(run_dir)["step_00000024"] is Health.GOOD, "the newest certified snapshot"
     assert Started(run_dir, driver).ended() == 0
     assert digest(run_dir) == calm[driver]
@@ -132,7 +132,7 @@ def test_without_anything_to_save_the_deadline_ends_a_process_that_is_stuck(tmp_
     first = Started(run_dir, "steps", ("forward", 2, 60.0), {"shutdown": {"deadline_seconds": 1.0}})
     first.arrived()
     first.kill()
-    assert first.ended(20) == 75
+    assert first.ended(50) == 75
     assert Started(run_dir).ended() == 0
     assert digest(run_dir) == calm["steps"]
 
@@ -142,9 +142,9 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     first = Started(run_dir, "steps", ("evaluation", 29, 60.0))
     first.arrived()
     first.kill(signal.SIGINT)
-    time.sleep(0.5)  # two that come together count as one
+    time.sleep(1.5)  # two that come together count as one
     first.kill(signal.SIGINT)
-    assert first.ended(20) == 75
+    assert first.ended(50) == 75
     assert "step_00000015" in names(run_dir)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,3 +337,44 @@ def test_copies_of_a_state_are_not_moved_by_what_is_written_later():
     assert kept.written(live | {"c": torch.ones(1)}) == ["a", "c"]
     assert kept.written({"a": copy.deepcopy(live["a"])}) == ["a", "b"]
     assert kept.restore(live) and live["a"].tolist() == [1, 1, 1]
+
+
+def unfreeze(model: Any, updates: int) -> None:
+    model.first.requires_grad_(updates >= 10)
+
+
+def stop_dropout(model: Any, updates: int) -> None:
+    model.drop.train(updates < 10)
+
+
+@pytest.mark.parametrize("change", [unfreeze, stop_dropout])
+@pytest.mark.parametrize("step", [9, 10, 11])
+def test_layers_unfrozen_after_an_update_that_did_not_land_are_frozen_when_it_comes_again(change, step, tmp_path):
+    """What a step itself freezes for a while, and the loop unfreezes after it, is left to the loop."""
+    case, backwards = learning(count=64, epochs=3), count(1)
+
+    def fault(gradient: torch.Tensor) -> torch.Tensor | None:
+        return gradient * float("inf") if next(backwards) == step else None
+
+    def train(parts: dict[str, Any], data: Any, updates: Any) -> None:
+        change(parts["model"], 0)
+        for _ in range(case.epochs):
+            for batch in data:
+                parts["model"].last.bias.requires_grad_(updates.done % 2 == 0)
+                parts["optimizer"].zero_grad()
+                case.loss(parts["model"], batch).backward()
+                parts["optimizer"].step()
+                parts["model"].last.bias.requires_grad_(True)
+                updates.done += 1
+                change(parts["model"], updates.done)
+
+    parts = case.build()
+    parts["model"].last.weight.register_hook(fault)
+    guard = holdfast.Guard.wrap(**parts, run_dir=tmp_path, config=case.config)
+    with guard:
+        train(parts, guard.data(case.loader()), guard.counters(done=0))
+    run = Run(parts, [], guard, tmp_path)
+    assert run.actions() == ["replay"]
+    reference = case.build()
+    train(reference, case.loader(without(case)), SimpleNamespace(done=0))
+    assert_same(run, Run(reference, []))

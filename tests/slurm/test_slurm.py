@@ -12,8 +12,8 @@ from slurm_runs import ends
 from holdfast.core.checkpoints.manifest import is_name
 
 pytestmark = pytest.mark.slow
-START = 60
-END = 60
+START = 120
+END = 120
 """seconds for a start up to the slow steps, and for the rest of a run at full speed, on a busy machine"""
 
 

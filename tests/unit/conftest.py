@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 class Process:

@@ -248,7 +248,7 @@ def test_clean_leaves_one_visible_line():
 
 
 def test_clean_takes_time_in_proportion_to_the_text():
-    began = time.perf_counter()
+    began = time.process_time()
     for text in ("\x1b[" * 200_000, "\x1b[" + "0" * 400_000, "\u200d" * 400_000, "\r\n\t" * 200_000):
         clean(text)
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0

@@ -120,10 +120,10 @@ def test_facts_are_masked():
 
 
 def test_masking_takes_time_in_proportion_to_the_text():
-    began = time.perf_counter()
+    began = time.process_time()
     for part in ("eyJ-", "a", "A1b", "://", "https://a", "?key", "sk-", "Bearer ", "-----BEGIN ", "token=", "a.b"):
         mask_value(part * (50_000 // len(part)))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_address_of_a_webhook_is_masked():

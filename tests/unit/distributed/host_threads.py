@@ -59,6 +59,9 @@ class Job:
         self._host = threading.local()
         patch.setattr(memory_folder, "root", lambda: folder / self._host.name / "holdfast-0")
         patch.setattr(ReplicatedMemoryStore, "_find_address", lambda self: (socket.AF_INET, "127.0.0.1"))
+        patch.setattr(
+            ReplicatedMemoryStore, "room", lambda self: (1 << 40, 1 << 40)
+        )  # the disk of the tests may be full
         size = len(self.hosts)
         values, meeting = [None] * size, threading.Barrier(size)
         worlds = [ThreadWorld(rank, size, values, meeting) for rank in range(size)]

@@ -37,7 +37,7 @@ class Ring:
                 self.deaths.add((rank, dead.rank))
 
     def poll_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "the condition was not met in time"
             self.poll()

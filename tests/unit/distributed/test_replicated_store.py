@@ -16,16 +16,9 @@ from host_threads import LABEL, Job, contents, rewrite, tensors_of
 from holdfast.core.base import durable
 from holdfast.distributed.checkpoint import replication
 from holdfast.distributed.checkpoint.replicated_store import ReplicatedMemoryStore
-from marks import folder_in_memory
 
 NAME = "step_00000012"
 MakeJob = Callable[..., Job]
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with folder_in_memory() as folder:
-        yield folder
 
 
 @pytest.fixture
@@ -353,6 +346,6 @@ def test_rank_that_ends_waits_for_no_transfer(make):
         began = time.monotonic()
         job.stores[0].abort()
         job.stores[0].wait()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         assert job.stores[0].events.popleft().status == "failed"
         connection.close()

@@ -19,7 +19,7 @@ from holdfast.distributed.watchdog import StoreWatchdog
 
 FAST = LivenessSection(every_steps=2, timeout_seconds=0.6, poll_seconds=0.02, grace_seconds=0.1)
 SLOW = LivenessSection(every_steps=2, timeout_seconds=20, poll_seconds=0.02, grace_seconds=20)
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 def failure(rank: int = 1, error: str = "Oops: broken") -> RankFailure:
@@ -168,7 +168,7 @@ def test_store_that_stops_answering_ends_the_rank_after_the_timeout(start: Calla
     store.frozen = True
     began = time.monotonic()
     local.watchdog.report_failure(ValueError("broken"), 1, "forward")
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20, "the store answers after 30 s"
     assert local.exit_code() == 1
 
     store.release.set()

@@ -15,7 +15,7 @@ import pytest
 from holdfast import SetupError
 from holdfast.resilience import ShutdownHandler
 
-LIMIT = 20.0
+LIMIT = 50.0
 """seconds within which every process of these tests ends"""
 
 LOOPS = {
@@ -111,7 +111,7 @@ def test_the_deadline_ends_a_loop_that_does_not_finish(start, loop, expected):
     process.send_signal(signal.SIGTERM)
     status, _, err = end_of(process)
     assert status == expected
-    assert 0.3 <= time.monotonic() - began < 10
+    assert 0.3 <= time.monotonic() - began < 40
     assert "holdfast: the shutdown is not finished 0.3 s after SIGTERM" in err
 
 
@@ -129,12 +129,12 @@ def test_a_second_signal_exits_at_once(start, loop, timeout_sec, expected):
     process.send_signal(signal.SIGTERM)
     if loop == "saves for long":
         assert process.stdout.readline() == "saving\n"
-    time.sleep(0.3 if loop == "saves for long" else 1.0)  # a repeat within 0.25 s counts as the same signal
+    time.sleep(0.3 if loop == "saves for long" else 2.0)  # a repeat within 0.25 s counts as the same signal
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     status, _, err = end_of(process)
     assert status == expected
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     assert "a second signal came (SIGTERM)" in err
 
 

@@ -60,7 +60,7 @@ def test_a_sink_that_hangs_costs_rows_and_no_time(tmp_path, caplog):
     began = time.perf_counter()
     for step in range(50_000):
         thread.put_row({"step": step})
-    assert time.perf_counter() - began < 5.0  # a write would have waited for 30 s
+    assert time.perf_counter() - began < 25.0  # a write would have waited for 30 s
     sink.may_write.set()
     thread.close()
     assert thread.dropped >= 49_000 and len(sink.calls) + thread.dropped == 50_002

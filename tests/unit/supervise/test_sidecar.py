@@ -24,7 +24,7 @@ from holdfast.supervise.processes import read_state
 from holdfast.supervise.sidecar_client import address_of, does_restart
 
 PROGRAM = Path(__file__).parent / "beating_program.py"
-WAIT = 30.0
+WAIT = 60.0
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH = 0x4206, 0x4207, 17
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sidecar needs Linux")

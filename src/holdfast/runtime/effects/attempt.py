@@ -56,6 +56,8 @@ class StepAttempt:
         """epochs that ended between its batches"""
         self.schedule: ScheduleState | None = None
         """the LR schedule before those epoch ends moved it"""
+        self.flags: list[str] | None = None
+        """which modules train and which parameters require a gradient, if the loop may change that before the update"""
         # Losses.
         self.parts: int | None = None
         """micro-batches in the step; None until the driver has said"""

@@ -313,9 +313,10 @@ class DrivenLoop:
         self.outcome = outcome
         if self._pipeline.keeps_gradients:
             self._pipeline.clear_gradients(self._had_gradients)
-        if outcome.status is not Status.ROLLED_BACK:
+        is_rolled_back = outcome.status is Status.ROLLED_BACK
+        if not is_rolled_back:
             self._pipeline.restore_registered(self._before)
-        self._between = self._pipeline.capture_between_steps()
+        self._between = self._pipeline.capture_between_steps(None if is_rolled_back else self._attempt)
 
     def update_or_raise(self) -> Outcome:
         """Apply the update. StepUndone if it does not land, for a trainer's loop that is to go back."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from holdfast.core.base.errors import StepError
 from holdfast.runtime.guard.loop import DrivenLoop
 from holdfast.runtime.state.optimizers import Optimizers
-from holdfast.runtime.tensors.torch_private import note_step_called, version_of
+from holdfast.runtime.tensors.torch_private import note_step_called
 
 
 class ReplacedMethods:
@@ -57,19 +57,20 @@ class OwnLines:
         self._methods = ReplacedMethods()
         self._is_updating = self._is_counted = False
         self._handle: Any = None
-        self._versions = self._weight_versions()
-
-    def _weight_versions(self) -> list[int]:
-        return [version_of(p) for o in self._optimizers.outer for group in o.param_groups for p in group["params"]]
+        self._missed = missed = set[str]()
+        """not empty if the optimizer was stepped before the guard was opened. The hook holds nothing else"""
+        self._before_open = optimizers.outer[0].register_step_post_hook(lambda *_: missed.add("step"))
 
     def pop_missed_updates(self) -> bool:
-        """Return whether the weights were written to, since the last call, while nothing asked the guard."""
-        before, self._versions = self._versions, self._weight_versions()
-        return before != self._versions
+        """Return whether the optimizer was stepped, since the last call, while nothing asked the guard."""
+        found = bool(self._missed)
+        self._missed.clear()
+        return found
 
     def open(self, count_step: Callable[..., None] | None) -> None:
         """Replace the methods; or, with `count_step`, only have the steps counted: the guard is switched off."""
         (optimizer,) = self._optimizers.outer
+        self._before_open.remove()
         if count_step is not None:
             self._handle = optimizer.register_step_post_hook(count_step)
             return

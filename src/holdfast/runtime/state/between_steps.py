@@ -14,6 +14,7 @@ from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.tensors.checksum import fingerprints
 from holdfast.runtime.tensors.inspect import dense_parts, nbytes
+from holdfast.runtime.tensors.named_params import same_flags
 from holdfast.runtime.tensors.torch_private import version_of
 
 _MAX_COPIED_BYTES = 64 << 20
@@ -96,11 +97,15 @@ def _bytes(value: Tensor) -> Tensor:
 class BetweenSteps:
     """Holds what a loop may change between two updates, as it was right after the first of them."""
 
-    def __init__(self, state: RunState, rng: Rng, *, is_resumed: bool) -> None:
-        """is_resumed: the run was resumed just now, and an earlier process has run the loop's lines up to here."""
+    def __init__(self, state: RunState, rng: Rng, flags_before: list[str] | None, *, is_resumed: bool) -> None:
+        """flags_before: those of the moment when the step began. What it has changed for a while is up to the loop.
+        is_resumed: the run was resumed just now, and an earlier process has run the loop's lines up to here."""
         self._state, self._rng = state, rng
         self._is_resumed = self._is_first = is_resumed
         self._small_state, self._tensors = state.small_state()
+        if not is_resumed:  # which layers train is then what the lines say that this process runs
+            flags = state.named_params.flags()
+            self._small_state["flags"] = same_flags(flags_before or flags, flags)
         self._streams, self._buffers = rng.capture(), state.buffers.capture()
         self._writes = TensorWrites(state.weights(), is_thorough=is_resumed)
 

@@ -1089,8 +1089,9 @@ class GuardedPipeline:
             p.grad = zeros_like(p)
 
     def keep_schedule(self, attempt: StepAttempt) -> None:
-        """Copy schedule and group options, which the loop may change before the update: see `rewind`."""
+        """Copy schedule, group options and flags, which the loop may change before the update: see `rewind`."""
         attempt.schedule = self.context.state.schedule_state()
+        attempt.flags = self.context.state.named_params.flags()
 
     def copy_registered(self) -> dict[str, Any]:
         """Return copies of what small registered objects hold now."""
@@ -1100,9 +1101,15 @@ class GuardedPipeline:
         """Take back what an attempt that was left out or is tried again has done to registered objects."""
         self.context.state.restore_registered(copies)
 
-    def capture_between_steps(self, *, is_resumed: bool = False) -> BetweenSteps:
-        """Keep what the loop may change until the next update. is_resumed: this process has just resumed the run."""
-        return BetweenSteps(self.context.state, self.context.rng, is_resumed=is_resumed)
+    def capture_between_steps(self, undone: StepAttempt | None = None, *, is_resumed: bool = False) -> BetweenSteps:
+        """Keep what the loop may change until the next update.
+
+        undone: the attempt that is left out or tried again. Layers that it has frozen are up to the loop, which may have
+        frozen them for a while.
+        is_resumed: this process has just resumed the run.
+        """
+        flags_before = None if undone is None else undone.flags
+        return BetweenSteps(self.context.state, self.context.rng, flags_before, is_resumed=is_resumed)
 
     def restore_between_steps(self, saved: BetweenSteps) -> None:
         """Take back what the loop has done since `capture_between_steps`."""

@@ -71,20 +71,28 @@ class NamedParams:
     def flags(self) -> list[str]:
         """Return which modules are in training mode, and which parameters require a gradient."""
         assert self._tree is not None
-        return [_bits(m.training for m in self._tree.modules), _bits(p.requires_grad for _, p in self._named)]
+        return [_bits([m.training for m in self._tree.modules]), _bits([p.requires_grad for _, p in self._named])]
 
     def set_flags(self, flags: Sequence[str] | None) -> None:
-        """Set what `flags` returned, if anything, unless modules or parameters were added or removed since."""
+        """Set what `flags` or `same_flags` returned, if anything, unless modules or parameters were added or removed."""
         assert self._tree is not None
         if flags is None or list(map(len, flags)) != [len(self._tree.modules), len(self._named)]:
             return
         for module, flag in zip(self._tree.modules, flags[0], strict=True):
-            if module.training != (flag == "1"):
+            if flag != _EITHER and module.training != (flag == "1"):
                 module.training = flag == "1"
         for (_, p), flag in zip(self._named, flags[1], strict=True):
-            if p.requires_grad != (flag == "1"):
+            if flag != _EITHER and p.requires_grad != (flag == "1"):
                 p.requires_grad_(flag == "1")
 
 
-def _bits(values: Iterable[bool]) -> str:
-    return "".join("1" if value else "0" for value in values)
+def same_flags(a: Sequence[str], b: Sequence[str]) -> list[str]:
+    """Return the flags that are the same in both. `set_flags` leaves the others as they are."""
+    return ["".join(x if x == y else _EITHER for x, y in zip(*each, strict=False)) for each in zip(a, b, strict=True)]
+
+
+_EITHER = "-"
+
+
+def _bits(values: Sequence[bool]) -> str:
+    return "".join(["1" if value else "0" for value in values])

@@ -107,7 +107,6 @@ def test_records_that_span_two_chunks_are_read(tmp_path, monkeypatch):
     assert table.columns["lr"].tolist() == [0.1] * 50
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "filler", ["\r", " ", "\t", "\n", "|", "9", "a", ".", "Train ", ":::MLL ", "{'a': ", "eval_loss ", "| a: "]
 )
@@ -125,9 +124,11 @@ def test_long_repetitions_do_not_slow_down_the_patterns(tmp_path, filler):
     good = "".join(f"global_step={i} loss={i}.5\n" for i in range(30))
     (table,) = read(write(tmp_path, (good + long + "\n" + good).encode(), "good"))
     assert len(table) == 60
+    began = time.process_time()
     text = "\n".join(part for head in heads for part in (head + long[:30_000], head + long, long[:30_000] + head))
     with contextlib.suppress(LogRefused):  # only the time counts
         read(write(tmp_path, text.encode()))
+    assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize("unit", [b"\0" * 100, b"x" * 100, b"global_step=1 loss=2.5\n"])

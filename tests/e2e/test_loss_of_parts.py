@@ -239,3 +239,9 @@ def test_memory_that_runs_out_before_the_comparison_costs_no_further_split(monke
     assert difference(run, plain) < BOUND
     assert [r.message for r in caplog.records if "That is not verified" in r.message]
     assert not [r.message for r in caplog.records if "in 4 parts" in r.message]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_samples_of_a_type_that_has_no_order_are_not_judged(dtype):
+    batch = {"x": torch.arange(4.0).to(dtype)}
+    assert misplaced_samples(batch, [{"x": batch["x"][2:]}, {"x": batch["x"][:2]}], 4) is None

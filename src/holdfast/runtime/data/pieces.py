@@ -93,7 +93,8 @@ def misplaced_samples(batch: Any, pieces: Sequence[Any], samples: int | None) ->
         if any(part.dim() != tensor.dim() for part in parts):
             continue
         along = [d for d, size in enumerate(tensor.shape) if any(part.shape[d] != size for part in parts)]
-        if len(along) != 1 or (rows := tensor.shape[along[0]]) != samples or tensor.is_complex():
+        has_no_order = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize == 1)  # as float8
+        if len(along) != 1 or (rows := tensor.shape[along[0]]) != samples or has_no_order:
             continue
         if (total := sum(part.shape[along[0]] for part in parts)) != tensor.shape[along[0]]:
             return f"made parts of a tensor of shape {tuple(tensor.shape)} that have {total} in dimension {along[0]}"

@@ -473,6 +473,13 @@ def test_what_cannot_be_guarded_is_refused_at_the_start_with_the_alternative(tmp
     _refused("works with Lightning 2.1 to 2.6, and this is 2.0.9", tmp_path)
 
 
+def test_a_callback_that_comes_too_late_is_refused(tmp_path):
+    late = holdfast.lightning.GuardCallback()
+    adding = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.callbacks.append(late))
+    with pytest.raises(holdfast.SetupError, match="after fit had begun"):
+        Fit(tmp_path, callbacks=[adding])
+
+
 def test_a_version_without_a_method_that_is_needed_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(pl.plugins.Precision, "_clip_gradients", lambda self, model: None)
     _refused(r"Precision._clip_gradients\(model, optimizer", tmp_path)

@@ -72,7 +72,7 @@ class GuardCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check that this kind of training can be guarded. SetupError if it cannot."""
-        if stage != "fit" or os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
+        if stage != "fit" or _is_off():
             return
         refuse(trainer, pl_module)
         check_seams(trainer)
@@ -101,6 +101,11 @@ class GuardCallback(Callback):
         if self._driver is not None:
             self._driver.begin_fit()
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """SetupError if the callback came too late to guard anything."""
+        if self._driver is None and not _is_off():
+            raise SetupError("GuardCallback was added after fit had begun; pass it as Trainer(callbacks=[...])")
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the record of the run."""
         self._close(None)
@@ -117,6 +122,10 @@ class GuardCallback(Callback):
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.close(error)
+
+
+def _is_off() -> bool:
+    return os.environ.get("HOLDFAST_OFF", "") not in ("", "0")
 
 
 class _TrainingData:
@@ -176,7 +185,7 @@ class _Driver:
     # ---- the data
 
     def begin_fit(self) -> None:
-        """Have Lightning ask again for a loader that it has made before: for a tuner, or to count the steps of a schedule."""
+        """Have Lightning ask again for a loader that it made before: for a tuner, or to count the steps of a schedule."""
         self._is_fitting, self._fit._combined_loader = True, None
         for generator, before, after in self._drawn:
             if torch.equal(generator.get_state(), after):  # the loader draws its seed again

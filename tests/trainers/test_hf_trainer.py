@@ -376,6 +376,44 @@ def test_a_run_that_was_asked_to_stop_goes_on_in_the_next_process(tmp_path):
     assert_same(case.guarded(tmp_path), case.plain(tmp_path))
 
 
+def test_the_next_process_may_have_other_callbacks(tmp_path):
+    class Counting(TrainerCallback):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    case = HFCase(epochs=1, callbacks=lambda: [] if counting is None else [counting])
+    counting = None
+    case.guarded(tmp_path)
+    counting = Counting()
+    longer = HFCase(epochs=2, callbacks=case.callbacks)
+    assert longer.guarded(tmp_path).trainer.state.global_step == 24
+    assert counting.steps == 12
+    counting = Counting()
+    longer.guarded(tmp_path)
+    assert counting.steps == 12, "the next process has restored it"
+
+
+def test_a_run_that_is_at_its_last_step_reports_why_it_trains_no_further(tmp_path, caplog):
+    case = HFCase(epochs=1, args={"max_steps": 7})
+    case.guarded(tmp_path)
+    assert "trains no further" not in caplog.text
+    case.guarded(tmp_path)
+    assert "the run is at step 7 of 7, so it trains no further; to train on, raise max_steps" in caplog.text
+
+
+def test_guarding_a_trainer_that_trains_already_is_refused(tmp_path):
+    class Late(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            holdfast.hf.guard(trainer, run_dir=tmp_path / "run")
+
+    trainer = HFCase(callbacks=lambda: [Late()]).trainer(tmp_path)
+    with pytest.raises(SetupError, match=r"call it before trainer.train\(\)"):
+        trainer.train()
+
+
 @pytest.mark.slow
 def test_a_finished_run_with_more_epochs_goes_on(tmp_path):
     args = {"lr_scheduler_type": "constant", "warmup_steps": 0}
@@ -434,6 +472,8 @@ def test_what_cannot_be_guarded_is_refused_in_one_line(tmp_path):
     assert "Guard.wrap" in refused(OwnLoop(nn.Linear(1, 1), TrainingArguments(output_dir=str(tmp_path), use_cpu=True)))
     twice = holdfast.hf.guard(case.trainer(tmp_path))
     assert "once" in refused(twice)
+    with pytest.raises(TypeError, match="confg"):
+        holdfast.hf.guard(case.trainer(tmp_path), confg={})
 
 
 def test_another_training_loop_gets_one_error_with_the_versions_that_work(tmp_path, monkeypatch):

@@ -66,11 +66,7 @@ def test_a_guarded_run_is_the_unguarded_one(tmp_path, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shuffled_loader_with_a_generator_draws_as_often_as_unguarded(tmp_path, workers):
-    def loader() -> DataLoader:
-        generator = torch.Generator().manual_seed(5)
-        return DataLoader(Points(96, True), 8, shuffle=True, generator=generator, num_workers=workers)
-
-    one, other = loader(), loader()
+    one, other = (shuffled(generator=torch.Generator().manual_seed(5), num_workers=workers) for _ in range(2))
     assert_same(guarded(tmp_path, None, loader=one), Fit(tmp_path / "plain", loader=other))
     assert torch.equal(one.generator.get_state(), other.generator.get_state())
 
@@ -95,6 +91,19 @@ class Skipping(Module):
         return None if batch_idx % 3 == 1 else loss
 
 
+class Estimating(Module):
+    """Asks for the number of steps before the optimizer is there, as one-cycle schedules do."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, steps)}]
+
+
+def shuffled(**options: Any) -> DataLoader:
+    return DataLoader(Points(96, True), 8, shuffle=True, **options)
+
+
 class Clipping(Module):
     """Clips in a way of its own."""
 
@@ -109,8 +118,10 @@ class Clipping(Module):
         lambda: {"module": Skipping()},
         lambda: {"module": Skipping(), "accumulate_grad_batches": 2},
         lambda: {"module": Clipping()},
+        lambda: {"module": Estimating(), "loader": shuffled()},
+        lambda: {"module": Estimating(), "loader": shuffled(generator=torch.Generator().manual_seed(5))},
         lambda: {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]},
-        lambda: {"loader": DataLoader(Points(96, True), 8, True, num_workers=2, persistent_workers=True)},
+        lambda: {"loader": shuffled(num_workers=2, persistent_workers=True)},
         lambda: {"overfit_batches": 3, "callbacks": [pl.callbacks.LearningRateMonitor()]},
         lambda: {"detect_anomaly": True, "limit_val_batches": 0},
     ],
@@ -118,6 +129,8 @@ class Clipping(Module):
         "no loss",
         "no loss in a part",
         "own clipping",
+        "estimated steps",
+        "estimated steps, own generator",
         "changing parts",
         "persistent workers",
         "overfit",
@@ -130,6 +143,16 @@ def test_other_kinds_of_training_are_the_unguarded_ones(tmp_path, make):
         seed()
         runs.append(guarded(tmp_path, None, **make()) if name == "run" else Fit(tmp_path / name, **make()))
     assert_same(*runs)
+
+
+def test_a_tuner_trains_without_the_guard(tmp_path):
+    module = Module()
+    module.lr = 1e-2
+    seed()
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=10)
+    run = guarded(tmp_path, None, module=module, callbacks=[finder], max_epochs=1)
+    assert run.trainer.global_step == run.guard.guard.summary().committed == 12
+    assert len(finder.optimal_lr.results["loss"]) > 1
 
 
 class Stopping(pl.Callback):
@@ -401,6 +424,17 @@ def test_a_finished_run_is_not_trained_again_and_more_epochs_continue_it(tmp_pat
     same(more.module.state_dict(), Fit(tmp_path / "plain").module.state_dict(), "model")
 
 
+def test_a_run_whose_accumulation_is_scheduled_continues_with_the_number_it_had(tmp_path):
+    def run(make: Any, folder: Path, epochs: int) -> Fit:
+        scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3})
+        return make(folder, callbacks=[scheduler], max_epochs=epochs)
+
+    run(guarded, tmp_path, 2)
+    more = run(guarded, tmp_path, 3)
+    assert more.trainer.accumulate_grad_batches == 3
+    same(more.module.state_dict(), run(Fit, tmp_path / "plain", 3).module.state_dict(), "model")
+
+
 def test_fit_can_be_called_again(tmp_path):
     run = guarded(tmp_path, None, max_epochs=1)
     run.trainer.fit_loop.max_epochs = 2
@@ -437,6 +471,13 @@ def test_what_cannot_be_guarded_is_refused_at_the_start_with_the_alternative(tmp
     monkeypatch.setattr(pl, "__version__", "2.0.9")
     monkeypatch.setattr(sys.modules["lightning"], "__version__", "2.0.9")
     _refused("works with Lightning 2.1 to 2.6, and this is 2.0.9", tmp_path)
+
+
+def test_a_callback_that_comes_too_late_is_refused(tmp_path):
+    late = holdfast.lightning.GuardCallback()
+    adding = pl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.callbacks.append(late))
+    with pytest.raises(holdfast.SetupError, match="after fit had begun"):
+        Fit(tmp_path, callbacks=[adding])
 
 
 def test_a_version_without_a_method_that_is_needed_is_refused_by_name(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ Values that are as they were at the start are not saved, so that a resumed proce
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,36 @@ class Attributes:
         names = vars(self._owner).items()
         found = {name: _sketch(value) for name, value in names if name not in self._ignored and not _is_plain(value)}
         return {name: sketch for name, sketch in found.items() if sketch is not None}
+
+
+class States:
+    """Holds the state of callbacks and metrics by name. A resumed process may have others: theirs stays as it is."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._parts = parts
+        self._large: set[str] = set()
+        """those that are not copied before every step: EMA weights change only after an update that landed"""
+
+    def copy_state(self) -> dict[str, Any]:
+        """Return the states of the small ones."""
+        copies: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            if name in self._large:
+                continue
+            copies[name] = part.copy_state() if hasattr(part, "copy_state") else copied(part.state_dict())
+            if nbytes(copies[name]) > MAX_BYTES:
+                self._large.add(name)
+                del copies[name]
+        return copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all."""
+        return {name: pack(part.state_dict()) for name, part in self._parts.items()}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Load the states of those it has."""
+        for name in states.keys() & self._parts.keys():
+            self._parts[name].load_state_dict(unpack(states[name]))
 
 
 def pack(value: Any) -> Any:

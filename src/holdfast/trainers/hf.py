@@ -33,11 +33,12 @@ from holdfast.core.base import durable
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import Status
+from holdfast.core.detectors.base import Detector
 from holdfast.runtime.guard.loop import StepUndone
 from holdfast.runtime.ports.hooks import AnyHook
 from holdfast.runtime.record.environment import describe_loop
 from holdfast.runtime.tensors.torch_private import note_step_called, takes_found_inf
-from holdfast.trainers.attributes import Attributes
+from holdfast.trainers.attributes import Attributes, States
 from holdfast.trainers.hf_parts import HFParts
 from holdfast.trainers.hf_state import TrainerCounters, register_others
 
@@ -76,20 +77,21 @@ def guard(
     run_dir: str | os.PathLike[str] | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     hooks: Sequence[AnyHook] = (),
-    **options: Any,
+    detectors: Sequence[Detector] = (),
+    about: Mapping[str, Any] | None = None,
 ) -> Any:
     """Guard a Trainer and return it: `trainer.train()` then runs under the guard and resumes from `run_dir`.
 
-    The arguments are those of `holdfast.Guard`; further ones (`detectors`, `about`) are passed on to it. `trainer.holdfast`
-    is the Guard of the last `train()`. SetupError if this kind of trainer cannot be guarded. With HOLDFAST_OFF=1 the
-    trainer is returned unchanged.
+    The arguments are those of `holdfast.Guard`. `trainer.holdfast` is the Guard of the last `train()`. SetupError if this
+    kind of trainer cannot be guarded. With HOLDFAST_OFF=1 the trainer is returned unchanged.
     """
     if os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
         return trainer
     _check_seams()
     _refuse(trainer)
     policy = configuration.load(config)
-    trainer._holdfast = _Session(trainer, policy, {"run_dir": run_dir, "hooks": hooks, **options})
+    options = {"run_dir": run_dir, "hooks": hooks, "detectors": detectors, "about": about}
+    trainer._holdfast = _Session(trainer, policy, options)
     trainer.holdfast = None
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_GuardedTrainer, kind), {"__module__": kind.__module__})
@@ -184,7 +186,8 @@ class _Session:
 
     @property
     def loop(self) -> Any:
-        assert self.guard is not None, "training has begun"
+        if self.guard is None:
+            raise SetupError("holdfast.hf.guard: the trainer was training already; call it before trainer.train()")
         return self.guard._loop
 
     def open(self, model: Any, start: tuple[int, int] | None) -> None:
@@ -210,6 +213,7 @@ class _Session:
         if not is_known:
             self.guard.register("lr_scheduler", scheduler)
         self._watched = register_others(trainer, self.guard)
+        self.counters.attributes = States(self._watched)
         self.guard.__enter__()
         self.guard.record(loop=describe_loop(self.loader, trainer.args.gradient_accumulation_steps))
         self.loop.current_epoch = lambda: self.counters.epoch
@@ -361,6 +365,10 @@ class _GuardedTrainer(_Base):  # type: ignore[misc]
         counters = session.counters
         session.put_back_counters()
         if self.state.global_step >= session.max_steps:  # the process before has come to the end, inside an epoch
+            log.warning(
+                "holdfast: the run is at step %d of %d, so it trains no further; to train on, raise max_steps or "
+                "num_train_epochs", self.state.global_step, session.max_steps,
+            )  # fmt: skip
             self.control.should_training_stop = True
             return
         while True:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 
 from holdfast.compose import Guard
-from holdfast.trainers.attributes import Attributes
+from holdfast.trainers.attributes import Attributes, States
 
 _STATE = (
     "epoch",
@@ -53,9 +53,14 @@ class TrainerCounters:
         """the batches drawn of it, less those that were left out"""
         self._log, self._logged = "", 0
         """the log as lines of JSON, and how many it has"""
+        self.attributes = States({})
+        """of callbacks, and of a trainer class of the user's own; the next process may have others"""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything; tensors are not copied."""
+        return {**self._counted(), "attributes": self.attributes.state_dict()}
+
+    def _counted(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
         tr_loss = getattr(trainer, "_tr_loss", None)
         tr_loss = torch.zeros((), device=trainer.args.device) if tr_loss is None else tr_loss
@@ -73,15 +78,16 @@ class TrainerCounters:
 
     def copy_state(self) -> dict[str, Any]:
         """Return everything, copied, before a step. Only a tensor and the lists of TRL's metrics change in place."""
-        state = self.state_dict()
+        state = self._counted()
         metrics = {
             mode: {name: list(values) for name, values in lists.items()} for mode, lists in state["metrics"].items()
         }
-        return {**state, "tr_loss": state["tr_loss"].clone(), "metrics": metrics}
+        copied = {"tr_loss": state["tr_loss"].clone(), "attributes": self.attributes.copy_state()}
+        return {**state, **copied, "metrics": metrics}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Put the trainer back."""
-        trainer, now = self._trainer, self.state_dict()
+        trainer, now = self._trainer, self._counted()
         self.epoch, self.drawn = saved["epoch"], saved["drawn"]
         owned = (
             ("state", trainer.state, _STATE),
@@ -98,6 +104,7 @@ class TrainerCounters:
         for name, callback in self._exportable().items():
             for attribute in now["callbacks"][name].keys() & saved["callbacks"].get(name, {}).keys():
                 setattr(callback, attribute, saved["callbacks"][name][attribute])
+        self.attributes.load_state_dict(saved.get("attributes", {}))
         if now["log"] != saved["log"]:
             lines = saved["log"].splitlines()
             history = trainer.state.log_history
@@ -137,8 +144,6 @@ def register_others(trainer: Any, guard: Guard) -> dict[str, Attributes]:
             guard.register(name, callback)
         else:
             watched[name] = Attributes(callback)
-    for name, attributes in watched.items():
-        guard.register(f"attributes of {name}", attributes)
     if getattr(trainer.args, "sync_ref_model", False):
         guard.register("ref_model", trainer.ref_model)
     return watched

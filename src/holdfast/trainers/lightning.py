@@ -72,7 +72,7 @@ class GuardCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check that this kind of training can be guarded. SetupError if it cannot."""
-        if stage != "fit" or os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
+        if stage != "fit" or _is_off():
             return
         refuse(trainer, pl_module)
         check_seams(trainer)
@@ -96,6 +96,16 @@ class GuardCallback(Callback):
         self.guard = guard
         return guard
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Follow the training that begins. Lightning calls the callbacks that tune before this one."""
+        if self._driver is not None:
+            self._driver.begin_fit()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """SetupError if the callback came too late to guard anything."""
+        if self._driver is None and not _is_off():
+            raise SetupError("GuardCallback was added after fit had begun; pass it as Trainer(callbacks=[...])")
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the record of the run."""
         self._close(None)
@@ -112,6 +122,10 @@ class GuardCallback(Callback):
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.close(error)
+
+
+def _is_off() -> bool:
+    return os.environ.get("HOLDFAST_OFF", "") not in ("", "0")
 
 
 class _TrainingData:
@@ -150,8 +164,11 @@ class _Driver:
         self._state = LoopState(trainer)
         self._limits: tuple[Any, Any] | None = None
         """batches of an epoch, and between two validations, if no data is left out"""
-        self._is_updating = self._has_ended = self._is_begun = False
+        self._is_updating = self._has_ended = self._is_begun = self._is_fitting = False
+        self._drawn: list[tuple[torch.Generator, Tensor, Tensor]] = []
+        """generators, before and after a loader was iterated that training does not use"""
         self._replace(trainer.strategy, "process_dataloader", self._process_dataloader)
+        self._replace(self._fit, "setup_data", self._setup_data)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         plain = getattr(owner, name)
@@ -167,10 +184,30 @@ class _Driver:
 
     # ---- the data
 
+    def begin_fit(self) -> None:
+        """Have Lightning ask again for a loader that it made before: for a tuner, or to count the steps of a schedule."""
+        self._is_fitting, self._fit._combined_loader = True, None
+        for generator, before, after in self._drawn:
+            if torch.equal(generator.get_state(), after):  # the loader draws its seed again
+                generator.set_state(before)
+
+    def _setup_data(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_data() -> None:
+            is_early = not self._is_fitting and self._fit._combined_loader is None
+            plain()
+            if is_early:
+                self._drawn = [(generator, before, generator.get_state()) for generator, before, _ in self._drawn]
+
+        return setup_data
+
     def _process_dataloader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def process_dataloader(dataloader: Any) -> Any:
             loader = plain(dataloader)
             if not self._trainer.training:
+                return loader
+            if not self._is_fitting:
+                used = (torch.default_generator, getattr(loader, "generator", None))
+                self._drawn = [(each, each.get_state(), each.get_state()) for each in used if each is not None]
                 return loader
             if self._guard is not None:
                 raise SetupError(
@@ -192,7 +229,7 @@ class _Driver:
     def _begin(self, guard: Guard, loader: Any) -> None:
         """Open the guard and resume the run, once. Later epochs begin by Lightning's own count."""
         is_again, self._is_begun = self._is_begun, True
-        if len(self._methods) > 1:
+        if self._parts is not None:
             is_dropped = is_again and not self._state.is_loaded
             if is_dropped and isinstance(loader, DataLoader) and not loader.persistent_workers:
                 # With ckpt_path, Lightning drops an iterator before its first batch. Making that one has drawn its seed.
@@ -214,12 +251,15 @@ class _Driver:
             trainer._signal_connector.teardown()
         guard._open()
         guard.record(loop=describe_loop(loader, trainer.accumulate_grad_batches))
+        accumulated = trainer.accumulate_grad_batches
         loop.keep_gradients()
         loop.current_epoch = self._state.data_epoch
         loop.attach(loader, None)
         current = self._fit.epoch_progress.current
         if self._state.is_loaded and current.ready == current.completed:  # else Lightning begins its epoch once more
             loop.forget_resume()
+        restored, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, accumulated
+        self._replace(self._fit, "on_run_start", lambda plain: self._run_start(plain, restored))
         optimizer, precision = trainer.optimizers[0], trainer.precision_plugin
         loop.serve_in_parts()
         self._parts = LightningParts(trainer, loop)
@@ -231,6 +271,13 @@ class _Driver:
             self._replace(precision.scaler, "step", lambda plain: self._scaler_step(guard, plain))
             self._replace(precision.scaler, "update", self._scaler_update)
         self._replace(self._epoch, "advance", self._advance)
+
+    def _run_start(self, plain: Callable[..., Any], accumulated: int) -> Callable[..., Any]:
+        def on_run_start() -> None:
+            plain()  # GradientAccumulationScheduler refuses another number than 1 here
+            self._trainer.accumulate_grad_batches = accumulated
+
+        return on_run_start
 
     def _draw(self, guard: Guard) -> Any:
         self._name_unrestored(guard)

@@ -54,6 +54,7 @@ def check_seams(trainer: Any) -> None:
         (strategy, "process_dataloader"): ["dataloader"],
         (strategy, "backward"): ["closure_loss", "optimizer"],
         (precision, "_clip_gradients"): ["model", "optimizer", "clip_val", "gradient_clip_algorithm"],
+        (fit, "on_run_start"): [],
         (fit.epoch_loop, "advance"): ["data_fetcher"],
         (fit.epoch_loop, "on_advance_end"): ["data_fetcher"],
         (fit.epoch_loop.automatic_optimization, "_make_closure"): ["kwargs", "optimizer", "batch_idx"],

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from holdfast.compose import Guard
-from holdfast.trainers.attributes import MAX_BYTES, Attributes, copied, nbytes, pack, unpack
+from holdfast.trainers.attributes import Attributes, States, copied, pack, unpack
 from holdfast.trainers.lightning_checks import is_lightnings
 
 log = logging.getLogger("holdfast")
@@ -94,36 +94,6 @@ class LoopState:
         results.pending = {key: value for key, value in state["results"].items() if key not in results}
         for key, metric in results.items():
             _write(metric, state["results"][key])
-
-
-class States:
-    """Holds the state of callbacks and metrics by name. A resumed process may have others: theirs stays as it is."""
-
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self._parts = parts
-        self._large: set[str] = set()
-        """those that are not copied before every step: EMA weights change only after an update that landed"""
-
-    def copy_state(self) -> dict[str, Any]:
-        """Return the states of the small ones."""
-        copies: dict[str, Any] = {}
-        for name, part in self._parts.items():
-            if name in self._large:
-                continue
-            copies[name] = part.copy_state() if hasattr(part, "copy_state") else copied(part.state_dict())
-            if nbytes(copies[name]) > MAX_BYTES:
-                self._large.add(name)
-                del copies[name]
-        return copies
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of all."""
-        return {name: pack(part.state_dict()) for name, part in self._parts.items()}
-
-    def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Load the states of those it has."""
-        for name in states.keys() & self._parts.keys():
-            self._parts[name].load_state_dict(unpack(states[name]))
 
 
 def register_parts(guard: Guard, trainer: Any, ignored: Iterable[str]) -> dict[str, Attributes]:

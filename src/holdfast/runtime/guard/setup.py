@@ -75,7 +75,9 @@ def _optimizers(optimizer: Any) -> Optimizers:
                 "gated or replayed; use AdamW, SGD or any other first-order optimizer"
             )
         if not isinstance(o, Optimizer):
-            raise SetupError(f"Guard(optimizer=...): expected a torch optimizer; got {type(o).__name__}")
+            raise SetupError(
+                f"Guard(optimizer=...): expected a torch optimizer, or a list of them; got {type(o).__name__}"
+            )
         if not all("lr" in group for group in o.param_groups):
             raise SetupError(
                 f"Guard(optimizer={type(o).__name__}): a param group has no 'lr', which the guard reads and may cut; "

@@ -130,18 +130,18 @@ class IndexedSource(EpochSource):
 
     def batches_left(self) -> int | None:
         """Return how many batches of this epoch are still to come; None if the sampler has no length."""
-        length, order, quarantine = known_length(self._sampler.outer), self._order, self._quarantine
-        if length is None:
+        order, quarantine, batch = self._order, self._quarantine, self._position.batch
+        if (left := self._sampler.batches_left(batch, self._position.sample)) is None:
             return None
         key = order.epoch, quarantine.version
         if key != self._left_out_key:
             is_affected = bool(quarantine.samples or self._excluded_in(order.epoch))
-            recorded = range(order.first_recorded, length) if is_affected else ()
+            recorded = range(order.first_recorded, batch + left) if is_affected else ()
             if is_affected:
                 order.replay_draws()
             self._left_out_key = key
             self._left_out = [k for k in recorded if self._is_left_out(order, k)]
-        return length - self._position.batch - sum(k >= self._position.batch for k in self._left_out)
+        return left - sum(k >= batch for k in self._left_out)
 
     def _is_left_out(self, order: EpochOrder, k: int) -> bool:
         batch = order.get(k)

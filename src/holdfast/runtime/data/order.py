@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from holdfast.core.base.types import Span
 from holdfast.runtime.data.digest import SampleDigest
 from holdfast.runtime.data.packing import pack_rng
-from holdfast.runtime.data.world import RankShare, ServedShare, describe_sampler, share_of
+from holdfast.runtime.data.world import RankShare, ServedShare, describe_sampler, known_length, share_of
 from holdfast.runtime.state.rng import Rng, RngState
 
 _DIGEST_EVERY = 256
@@ -40,6 +40,17 @@ class LoaderSampler:
         """Return the samples of the global order in one batch of all ranks; None if batches vary."""
         size = 1 if self.is_single else self.batch_size
         return None if size is None else size * self.share.world
+
+    def batches_left(self, batch: int, sample: int) -> int | None:
+        """Return how many batches of an epoch are left after so many batches and samples of all ranks; None: not known.
+
+        In a run that was resumed the batches before may have had another size.
+        """
+        length, size, samples = known_length(self.outer), self.global_batch_size(), known_length(self.inner)
+        if length is None or size is None or samples is None or sample == batch * size:
+            return None if length is None else length - batch
+        left = samples * self.share.world - sample
+        return left // size if not self.is_single and self.outer.drop_last else -(-left // size)
 
     def length(self) -> int | None:
         """Return the samples of an epoch on all ranks, if known."""

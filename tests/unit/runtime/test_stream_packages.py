@@ -147,6 +147,26 @@ def test_a_state_that_was_loaded_into_a_map_style_loader_is_refused():
     assert len(used.rest()) == 8
 
 
+@pytest.mark.parametrize("cut", range(2, 16))
+def test_a_dataset_that_accelerate_reads_one_batch_ahead_resumes_at_the_next_batch(cut):
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+
+    def make() -> Any:
+        return prepare(DataLoader(Known(), batch_size=4), num_processes=1, process_index=0)
+
+    course = [batch for batch, _ in whole_course(make, epochs=2)]
+    seeded()
+    process = Process(make(), epochs=2)
+    for number in range(cut):  # a state is kept at the draw after it was asked for
+        process.draws(1)
+        if number % 3 == 0:
+            process.save()
+    rest = Process.resumed(process.save(), make(), epochs=2)
+    assert rest.rest() == course[cut:]
+    is_by_state = any(note.endswith("through its own state_dict") for note in rest.notes)
+    assert is_by_state == (cut not in (9, 10)), "there, the epoch has begun, and no state was asked for before a draw"
+
+
 def rows(batch: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([int(row["x"]) for row in batch])
 

@@ -19,6 +19,11 @@ def base_loader(loader: Any) -> Any:
     return getattr(loader, "__dict__", {}).get(_inside(loader), loader)
 
 
+def reads_ahead(loader: Any) -> bool:
+    """Return whether it has asked its DataLoader for one batch more than it has handed out."""
+    return base_loader(loader) is not loader and _inside(loader) == "base_dataloader"
+
+
 def _inside(loader: Any) -> str:
     """Return the name of the attribute that holds the DataLoader, if there is one inside."""
     return "_dataloader" if type(loader).__name__ == "_FabricDataLoader" else "base_dataloader"

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.core.base.errors import DataError
-from holdfast.runtime.data.adapted import base_loader
+from holdfast.runtime.data.adapted import base_loader, reads_ahead
 from holdfast.runtime.data.fingerprint import fingerprint
 from holdfast.runtime.data.packing import pack_state, unpack_state
 from holdfast.runtime.data.resume import temporary_rng
@@ -44,7 +44,12 @@ class LoaderState:
             self._dataset = loader
         self._last: tuple[Any, int, int] | None = None
         """the last state taken, and the batches and samples of the epoch before it"""
+        self._problem: str | None = None
         self._initial: Any = None
+        # A dataset that was read one batch ahead is, before a draw, in the state that belongs after it.
+        self._is_ahead = self._owner is not None and self._owner is self._dataset and reads_ahead(loader)
+        self._is_due = self._has_drawn = False
+        self._taken: Any = None
 
     @property
     def exists(self) -> bool:
@@ -53,23 +58,44 @@ class LoaderState:
 
     def save(self, rng: Rng, batches: int, samples: int, up_to_date: bool) -> dict[str, Any]:
         """Return the current state; or the last one taken, if the stream has run ahead of its position."""
-        problem = None
         # A state that was loaded and not drawn from yet may be reported wrongly.
         is_known = self._last is not None and self._last[1] == batches
-        if self._owner is not None and up_to_date and batches and not is_known:
-            before = rng.capture()
-            try:
-                self._last = (pack_state(self._owner.state_dict()), batches, samples)
-            except Exception as error:  # the user's code: without it the stream is drawn and dropped instead
-                problem = f"its state_dict cannot be saved: {type(error).__name__}: {error}"
-            finally:
-                rng.restore(before)
+        if self._is_ahead:
+            self._is_due = True
+        elif self._owner is not None and up_to_date and batches and not is_known:
+            self._keep(self._take(rng), batches, samples)
         state, *at = self._last or (None, 0, 0)
-        return {"state": state, "state_at": at, "why_no_state": problem}
+        return {"state": state, "state_at": at, "why_no_state": self._problem}
+
+    def before_draw(self, rng: Rng) -> None:
+        """Take the state if it was to be saved, and could not be since the loader reads ahead."""
+        self._taken = None
+        if self._is_due and self._has_drawn:
+            self._is_due, self._taken = False, self._take(rng)
+
+    def after_draw(self, batches: int, samples: int) -> None:
+        """Keep the state taken before the draw: it belongs here."""
+        self._has_drawn = True
+        self._keep(self._taken, batches, samples)
+
+    def _take(self, rng: Rng) -> Any:
+        """Return the state; None if the user's code raises, and the stream is to be drawn and dropped instead."""
+        before, self._problem = rng.capture(), None
+        try:
+            return pack_state(self._owner.state_dict())
+        except Exception as error:
+            self._problem = f"its state_dict cannot be saved: {type(error).__name__}: {error}"
+            return None
+        finally:
+            rng.restore(before)
+
+    def _keep(self, state: Any, batches: int, samples: int) -> None:
+        if state is not None:
+            self._last = (state, batches, samples)
 
     def load(self, state: Any, at: tuple[int, int]) -> None:
         """Load a state. It takes effect when the stream is next begun. DataError if the loader refuses it."""
-        self._last = (state, *at)
+        self._last, self._has_drawn = (state, *at), False
         if self._owner is None:
             raise DataError(
                 "the loader that was saved had a state_dict, this one has none that is used; pass the same kind of loader"
@@ -86,7 +112,7 @@ class LoaderState:
 
     def begin_epoch(self) -> None:
         """Reset the dataset for another epoch: it might load the resumed state again in every epoch."""
-        self._last = None
+        self._last, self._has_drawn = None, False
         if self._initial is not None:
             self._dataset.load_state_dict(self._initial)
             self._initial = None

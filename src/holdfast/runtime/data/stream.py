@@ -165,6 +165,7 @@ class StreamSource(EpochSource):
                 self._begin_epoch()
             assert self._iterator is not None
             self._replay_seeds(self._epoch)
+            self._loader_state.before_draw(self._rng)
             before = self._rng.capture()
             try:
                 batch = next(self._iterator)
@@ -173,7 +174,9 @@ class StreamSource(EpochSource):
                 continue
             if not (is_same := before.same(self._rng.capture())):
                 self._note_draws(before)
-            return self._record(batch, before if is_same else None)
+            draw = self._record(batch, before if is_same else None)
+            self._loader_state.after_draw(self._drawn_this_epoch, self._position.sample)
+            return draw
 
     def _note_draws(self, before: RngState) -> None:
         """Note that the stream has drawn its items from the generators of training. Log once what that prevents."""

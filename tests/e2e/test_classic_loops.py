@@ -591,7 +591,8 @@ def test_snapshots_that_are_copied_after_the_backward_are_exact_and_none_is_lost
     def run(folder: Path) -> tuple[Any, list[str]]:
         run = LOOPS[loop](case, folder, hooks=[ScaledWeights(81, 50.0)] if fault == "weights" else [])
         assert run.actions() == (["rollback"] if fault == "weights" else [])
-        return run, sorted(path.name for path in (folder / "checkpoints").iterdir())
+        events = read(folder / "journal.jsonl").events
+        return run, [e["name"] for e in events if e["event"] == "checkpoint" and e["status"] == "saved"]
 
     _, saved = run(tmp_path / "before")
     taken, take = [], manager.SnapshotManager.take_postponed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import runpy
 import signal
@@ -434,24 +433,6 @@ def test_a_run_whose_accumulation_is_scheduled_continues_with_the_number_it_had(
     more = run(guarded, tmp_path, 3)
     assert more.trainer.accumulate_grad_batches == 3
     same(more.module.state_dict(), run(Fit, tmp_path / "plain", 3).module.state_dict(), "model")
-
-
-class Interrupted(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 7:
-            raise RuntimeError("interrupted")
-
-
-def test_a_resumed_epoch_with_larger_batches_serves_all_that_is_left_of_it(tmp_path):
-    small, large = (DataLoader(Points(70), batch_size=size) for size in (8, 16))
-    config = {"checkpoint": {"every_steps": 1, "certify_after": 1}}
-    with pytest.raises(RuntimeError, match="interrupted"):
-        guarded(tmp_path, config, loader=small, callbacks=[Interrupted()])
-    more = guarded(tmp_path, config, loader=large, max_epochs=2)
-    events = map(json.loads, (tmp_path / "run/journal.jsonl").read_text().splitlines())
-    (resumed,) = (event["step"] for event in events if event["event"] == "resumed")
-    left_of_epoch = -(-(70 - 8 * resumed) // 16)
-    assert 0 < resumed < 7 and more.trainer.global_step == resumed + left_of_epoch + 5
 
 
 def test_fit_can_be_called_again(tmp_path):

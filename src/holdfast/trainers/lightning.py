@@ -25,7 +25,6 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError, Shutdown
 from holdfast.core.detectors.base import Detector
 from holdfast.runtime.data.epochs import epoch_setters
-from holdfast.runtime.data.world import known_length
 from holdfast.runtime.guard.guard import Stateful
 from holdfast.runtime.guard.loop import StepUndone
 from holdfast.runtime.guard.wrap import ReplacedMethods
@@ -165,8 +164,6 @@ class _Driver:
         self._state = LoopState(trainer)
         self._limits: tuple[Any, Any] | None = None
         """batches of an epoch, and between two validations, if no data is left out"""
-        self._is_limited = False
-        """the trainer is to take only some of the batches"""
         self._is_updating = self._has_ended = self._is_begun = self._is_fitting = False
         self._drawn: list[tuple[torch.Generator, Tensor, Tensor]] = []
         """generators, before and after a loader was iterated that training does not use"""
@@ -298,14 +295,10 @@ class _Driver:
         fit, trainer, fetcher = self._fit, self._trainer, self._fit._data_fetcher
         if self._limits is None:
             self._limits = fit.max_batches, trainer.val_check_batch
-            self._is_limited = fit.max_batches != known_length(trainer.train_dataloader)
         drawn, left = self._epoch.batch_progress.current.ready, guard._loop.batches_left()
-        usual, whole = self._limits[0], drawn + 1 + (left or 0)
-        batches = usual if left is None else min(usual, whole) if self._is_limited else whole
+        batches = self._limits[0] if left is None else min(self._limits[0], drawn + 1 + left)
         fetcher.fetched, fetcher.length = drawn, batches
-        if (
-            fit.max_batches != batches
-        ):  # data was left out of this epoch, or of the last one; or batches had another size
+        if fit.max_batches != batches:  # data was left out of this epoch, or of the last one
             self._set_length(batches)
         return batch
 

@@ -737,3 +737,21 @@ def test_a_span_that_ends_inside_a_row_of_ranks_excludes_the_whole_row():
     quarantine.add_spans([Span(0, 4, 11)], "recorded under another number of ranks")
     processes = [Process(one, epochs=1, quarantine=quarantine) for one in ranks_of(4, 16, 1, "sequential")]
     assert [flat(process.rest()) for process in processes] == [[0, 12], [1, 13], [2, 14], [3, 15]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("before", "after", "cut"), [(4, 8, 5), (8, 4, 2), (4, 3, 7), (5, 7, 6), (4, 8, 9), (4, 4, 5)])
+def test_batches_left_are_counted_in_the_size_of_now(before, after, cut, drop_last):
+    def make(size: int) -> Any:
+        return DataLoader(Numbers(35), batch_size=size, shuffle=True, drop_last=drop_last)
+
+    seeded()
+    process = Process(make(before), epochs=1)
+    process.draws(min(cut, 35 // before))
+    rest = Process.resumed(process.save(), make(after), epochs=1)
+    left = []
+    for _ in range(20):
+        left.append(rest.source.batches_left())
+        if not rest.rest(1):
+            break
+    assert left == [*range(len(left) - 1, -1, -1)]

@@ -435,6 +435,22 @@ def test_a_run_whose_accumulation_is_scheduled_continues_with_the_number_it_had(
     same(more.module.state_dict(), run(Fit, tmp_path / "plain", 3).module.state_dict(), "model")
 
 
+class Interrupted(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 7:
+            raise RuntimeError("interrupted")
+
+
+def test_samples_that_lightning_leaves_out_of_an_epoch_with_larger_batches_are_named(tmp_path, caplog):
+    small, large = (DataLoader(Points(70), batch_size=size) for size in (8, 16))
+    config = {"checkpoint": {"every_steps": 1, "certify_after": 1}}
+    with pytest.raises(RuntimeError, match="interrupted"):
+        guarded(tmp_path, config, loader=small, callbacks=[Interrupted()])
+    assert "leaves out" not in caplog.text
+    guarded(tmp_path, config, loader=large, max_epochs=2)
+    assert "Lightning ends this epoch at batch 5, and leaves out the last" in caplog.text
+
+
 def test_fit_can_be_called_again(tmp_path):
     run = guarded(tmp_path, None, max_epochs=1)
     run.trainer.fit_loop.max_epochs = 2

@@ -10,6 +10,7 @@ Lightning's loops go by counters, which the guard has restored by then, so the l
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import update_wrapper
@@ -25,6 +26,7 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError, Shutdown
 from holdfast.core.detectors.base import Detector
 from holdfast.runtime.data.epochs import epoch_setters
+from holdfast.runtime.data.world import known_length
 from holdfast.runtime.guard.guard import Stateful
 from holdfast.runtime.guard.loop import StepUndone
 from holdfast.runtime.guard.wrap import ReplacedMethods
@@ -43,6 +45,8 @@ except ImportError:
 
 _CHECKED_AT = (2, 3, 10)
 """steps before which attributes that are not restored are compared with the start"""
+
+log = logging.getLogger("holdfast")
 
 
 class GuardCallback(Callback):
@@ -293,9 +297,15 @@ class _Driver:
             self._has_ended = guard.stopping is None
             raise
         fit, trainer, fetcher = self._fit, self._trainer, self._fit._data_fetcher
+        drawn, left = self._epoch.batch_progress.current.ready, guard._loop.batches_left()
         if self._limits is None:
             self._limits = fit.max_batches, trainer.val_check_batch
-        drawn, left = self._epoch.batch_progress.current.ready, guard._loop.batches_left()
+            unserved = drawn + 1 + (left or 0) - fit.max_batches
+            if unserved > 0 and fit.max_batches == known_length(trainer.train_dataloader):
+                log.warning(
+                    "holdfast: Lightning ends this epoch at batch %d, and leaves out the last %d: it counts batches, and "
+                    "the run goes on inside an epoch; begin with another size between two epochs", fit.max_batches, unserved,
+                )  # fmt: skip
         batches = self._limits[0] if left is None else min(self._limits[0], drawn + 1 + left)
         fetcher.fetched, fetcher.length = drawn, batches
         if fit.max_batches != batches:  # data was left out of this epoch, or of the last one

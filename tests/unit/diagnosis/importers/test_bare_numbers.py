@@ -6,21 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from home_made import losses, read_text
 
 from holdfast.diagnosis.diagnose import diagnose
-from holdfast.diagnosis.importers import read
 
 FALLING = [round(2.0 * 0.99**i + 0.01, 5) for i in range(60)]
-
-
-def read_text(tmp_path, lines, name="log.txt"):
-    path = tmp_path / name
-    path.write_text("\n".join(lines) + "\n")
-    return read(path)
-
-
-def losses(table):
-    return table.series("loss").value.tolist()
 
 
 @pytest.mark.parametrize("lines", [["loss", *map(str, FALLING)], [str(v) for v in FALLING], [f"{v}," for v in FALLING]])

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from holdfast.diagnosis.importers import read
-
-
-def read_text(tmp_path, lines, name="log.txt"):
-    path = tmp_path / name
-    path.write_text("\n".join(lines) + "\n")
-    return read(path)
-
-
-def losses(table):
-    return table.series("loss").value.tolist()
+from home_made import losses, read_text
 
 
 def test_a_part_that_says_it_is_all_of_the_loss_is_the_loss(tmp_path):
